@@ -1,0 +1,57 @@
+"""Run a plain PyTorch training loop on every device: a function call, from anywhere."""
+
+from __future__ import annotations
+
+import os as _os
+from typing import TYPE_CHECKING, Any
+
+from distribute.api import distributed, is_worker, run
+from distribute.decorated import Distributed
+from distribute.environment import worker_descriptor as _worker_descriptor
+from distribute.errors import (
+    CallMismatch,
+    DistributeError,
+    JoinTimeout,
+    RequestError,
+    WorkerDied,
+    WorkerError,
+)
+from distribute.plan import Options, Plan
+
+if TYPE_CHECKING:
+    from distribute.context import Context, current
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CallMismatch",
+    "Context",
+    "DistributeError",
+    "Distributed",
+    "JoinTimeout",
+    "Options",
+    "Plan",
+    "RequestError",
+    "WorkerDied",
+    "WorkerError",
+    "current",
+    "distributed",
+    "is_worker",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # These need torch, which takes seconds to import.
+    if name in ("Context", "current"):
+        from distribute import context
+
+        return getattr(context, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_descriptor = _worker_descriptor(_os.environ, _os.getpid())
+if _descriptor is not None:
+    from distribute.launchers import reexec as _reexec
+
+    _reexec.arrive(_descriptor)

@@ -1,0 +1,163 @@
+"""The two doors: `@distributed(...)` around a function, and `run(fn, ...)` for one call."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overload
+
+from distribute import engine
+from distribute.decorated import Distributed
+from distribute.errors import RequestError
+from distribute.plan import Options, Request
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    from distribute.context import Context
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
+
+if TYPE_CHECKING:
+
+    class Decorator(Protocol):
+        """What `distributed(...)` returns."""
+
+        @overload
+        def __call__(self, fn: Callable[Concatenate[Context, P], R], /) -> Distributed[P, R]: ...
+        @overload
+        def __call__(
+            self, fn: Callable[Concatenate[S, Context, P], R], /
+        ) -> Distributed[Concatenate[S, P], R]: ...
+        @overload
+        def __call__(self, fn: Callable[P, R], /) -> Distributed[P, R]: ...
+
+    class DecoratorOfAll(Protocol):
+        """What `distributed(..., returns="all")` returns."""
+
+        @overload
+        def __call__(
+            self, fn: Callable[Concatenate[Context, P], R], /
+        ) -> Distributed[P, list[R]]: ...
+        @overload
+        def __call__(
+            self, fn: Callable[Concatenate[S, Context, P], R], /
+        ) -> Distributed[Concatenate[S, P], list[R]]: ...
+        @overload
+        def __call__(self, fn: Callable[P, R], /) -> Distributed[P, list[R]]: ...
+
+
+@overload
+def distributed(fn: Callable[Concatenate[Context, P], R], /) -> Distributed[P, R]: ...
+@overload
+def distributed(
+    fn: Callable[Concatenate[S, Context, P], R], /
+) -> Distributed[Concatenate[S, P], R]: ...
+@overload
+def distributed(fn: Callable[P, R], /) -> Distributed[P, R]: ...
+@overload
+def distributed(
+    *, returns: Literal["main"] = "main", **options: Unpack[Options]
+) -> Decorator: ...
+@overload
+def distributed(*, returns: Literal["all"], **options: Unpack[Options]) -> DecoratorOfAll: ...
+def distributed(fn: Any = None, /, **options: Any) -> Any:
+    """Makes a function run on every device when it is called.
+
+    The function gets a `Context` as its first argument (after `self` or `cls`) if that parameter
+    is annotated with it, or is called `ctx` without an annotation; `distribute.current()` returns
+    it everywhere inside. The other arguments are those of the call.
+
+    Args:
+        fn: The function, when the decorator is used without options.
+        **options: See `distribute.Options`; and `returns`: `"main"` (default) for rank 0's value,
+            `"all"` for the list of every rank's value in rank order.
+
+    Returns:
+        The function, to be called without the context; or a decorator.
+
+    Raises:
+        RequestError: `fn` is not callable.
+        TypeError: There is no such option.
+    """
+    request = Request.of(options)
+    if fn is None:
+        return lambda function: Distributed(_checked(function, "distributed"), request)
+    return Distributed(_checked(fn, "distributed"), request)
+
+
+@overload
+def run(
+    fn: Callable[Concatenate[Context, ...], R],
+    /,
+    *args: Any,
+    returns: Literal["main"] = "main",
+    **options: Unpack[Options],
+) -> R: ...
+@overload
+def run(
+    fn: Callable[Concatenate[Context, ...], R],
+    /,
+    *args: Any,
+    returns: Literal["all"],
+    **options: Unpack[Options],
+) -> list[R]: ...
+@overload
+def run(
+    fn: Callable[..., R],
+    /,
+    *args: Any,
+    returns: Literal["main"] = "main",
+    **options: Unpack[Options],
+) -> R: ...
+@overload
+def run(
+    fn: Callable[..., R], /, *args: Any, returns: Literal["all"], **options: Unpack[Options]
+) -> list[R]: ...
+def run(fn: Any, /, *args: Any, **options: Any) -> Any:
+    """Runs a function on every device, once.
+
+    Args:
+        fn: The function; it gets a context as with `distributed`. Give keyword arguments for it
+            through `functools.partial`.
+        *args: Its positional arguments, without the context.
+        **options: As for `distributed`.
+
+    Returns:
+        Rank 0's value; with `returns="all"` the list of every rank's value in rank order.
+
+    Raises:
+        RequestError: It cannot be carried out; nothing was started.
+        TypeError: There is no such option, or the arguments do not fit the function.
+        WorkerDied: A rank's process ended without a value or an exception.
+        Exception: Whatever the function raised on the rank that failed first.
+    """
+    __tracebackhide__ = True
+    request = Request.of(options)
+    inside = inspect.unwrap(_checked(fn, "run"), stop=lambda one: not isinstance(one, Distributed))
+    return engine.call(request, inside, args, {}, engine.calling_site(inside))
+
+
+def is_worker() -> bool:
+    """Tells whether this process was started by this library to be a rank.
+
+    For code above the first distributed call of a script, which re-executed workers run as well:
+    `if not distribute.is_worker(): wandb.init(...)`.
+    """
+    return engine.in_worker(os.environ)
+
+
+def _checked(fn: Any, door: str) -> Any:
+    if callable(fn) or isinstance(fn, classmethod | staticmethod):
+        return fn
+    name = sys.modules[__name__].__name__.partition(".")[0]
+    raise RequestError(
+        f"{door}({type(fn).__name__} {fn!r:.60})",
+        "it is not callable",
+        f"pass the function itself, {name}.{door}(fn) and not {name}.{door}(fn()), if this is "
+        "what it returned",
+    )

@@ -1,0 +1,149 @@
+"""The control channel between a launcher and one worker: whole messages over a socket pair.
+
+A frame is a header (length of the message, number of descriptors), the descriptors themselves as
+ancillary data of that header, and the pickled message. Messages are small: what is large is in a
+memory file whose descriptor is sent (see `payload`). The pair is anonymous, so nobody else can
+take part, and nothing from elsewhere is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import struct
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from distribute.payload import Payload
+
+_HEADER = struct.Struct("!QB")
+_MOST_DESCRIPTORS = 8
+_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+class Channel:
+    """One end of a control channel."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        _open_ends.add(self)
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, Channel]:
+        """Returns the two ends of a new channel: the launcher's and the worker's."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return cls(ours), cls(theirs)
+
+    @classmethod
+    def inherited(cls, descriptor: int) -> Channel:
+        """Takes the end that this process was started with."""
+        os.set_inheritable(descriptor, False)
+        return cls(socket.socket(fileno=descriptor))
+
+    def fileno(self) -> int:
+        """Returns the descriptor: readable when a message or the end has arrived; -1 if closed."""
+        return self._socket.fileno()
+
+    def send(self, message: Any) -> None:
+        """Sends a message, with the memory file of its payload if it has one.
+
+        Raises:
+            OSError: The other end is gone.
+        """
+        payload = getattr(message, "payload", None)
+        memory = payload.memory if isinstance(payload, Payload) else None
+        self.send_with(message, [] if memory is None else [memory])
+
+    def receive(self) -> Any:
+        """Waits for a message.
+
+        Raises:
+            EOFError: The other end is gone.
+        """
+        message, descriptors = self.receive_with()
+        if descriptors:
+            message.payload.memory = descriptors[0]
+        return message
+
+    def send_with(self, message: Any, descriptors: Sequence[int]) -> None:
+        """Sends a message with descriptors, of which the receiver gets its own copies.
+
+        Raises:
+            OSError: The other end is gone.
+        """
+        body = pickle.dumps(message, protocol=5)
+        header = _HEADER.pack(len(body), len(descriptors))
+        sent = socket.send_fds(self._socket, [header], descriptors)
+        self._socket.sendall(header[sent:] + body)
+
+    def receive_with(self) -> tuple[Any, list[int]]:
+        """Waits for a message and its descriptors.
+
+        Raises:
+            EOFError: The other end is gone.
+        """
+        try:
+            header, descriptors, _, _ = socket.recv_fds(
+                self._socket, _HEADER.size, _MOST_DESCRIPTORS, _CLOEXEC
+            )
+            if not header:
+                raise EOFError
+            header += self._exactly(_HEADER.size - len(header))
+            size, count = _HEADER.unpack(header)
+            message = pickle.loads(self._exactly(size))
+        except ConnectionError as error:
+            raise EOFError from error
+        return message, descriptors[:count]
+
+    def _exactly(self, size: int) -> bytes:
+        parts: list[bytes] = []
+        while size:
+            part = self._socket.recv(min(size, 1 << 20))
+            if not part:
+                raise EOFError
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """Closes this end; the other one reads the end of the stream."""
+        _open_ends.discard(self)
+        self._socket.close()
+
+    def detach(self) -> int:
+        """Gives up this end without closing it and returns its descriptor."""
+        _open_ends.discard(self)
+        return self._socket.detach()
+
+    def keep_only(self) -> None:
+        """Closes every other end that this process inherited by a fork."""
+        for end in list(_open_ends):
+            if end is not self:
+                end.close()
+
+
+# A copy of an end in some other forked process (a DataLoader worker, say) would keep the stream
+# open after its owner died, and nobody would notice the death.
+_open_ends: weakref.WeakSet[Channel] = weakref.WeakSet()
+_forking: list[bool] = []
+
+
+def _close_inherited_ends() -> None:
+    if not _forking:
+        for end in list(_open_ends):
+            end.close()
+
+
+class own_fork:  # noqa: N801 (reads as a statement)
+    """Marks a fork of our own, whose child chooses which ends to keep."""
+
+    def __enter__(self) -> None:
+        _forking.append(True)
+
+    def __exit__(self, *_: object) -> None:
+        _forking.pop()
+
+
+os.register_at_fork(after_in_child=_close_inherited_ends)

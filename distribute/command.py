@@ -1,0 +1,97 @@
+"""How this program was started, so that it can be started again; recorded at import.
+
+Programs change their `sys.argv` and working directory later on; what the interpreter itself was
+given is in `sys.orig_argv`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+# Programs that host the user's code: running them again would not lead to the user's call.
+_HOSTS = ("pytest", "py.test", "unittest", "pdb", "ipykernel", "ipykernel_launcher", "IPython")
+
+
+@dataclass(frozen=True)
+class Start:
+    """How the interpreter was started.
+
+    Attributes:
+        executable: Its path.
+        arguments: Its arguments, interpreter flags included.
+        cwd: Its working directory.
+    """
+
+    executable: str
+    arguments: tuple[str, ...]
+    cwd: str
+
+
+START = Start(sys.executable, tuple(sys.orig_argv[1:]), os.getcwd())
+
+
+def interactive() -> str:
+    """Returns what kind of notebook or prompt this is, or an empty string."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is not None:
+        if hasattr(shell, "kernel"):
+            return "a notebook kernel"
+        # `ipython script.py` runs a file, and leaves no prompt to type at.
+        return "" if _main_file() else "an IPython prompt"
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return "an interactive prompt"
+    return ""
+
+
+def command() -> tuple[tuple[str, ...], str]:
+    """Returns the command that runs this program again, or why there is none.
+
+    The command is to run in `START.cwd`.
+    """
+    why_not = _why_not()
+    if why_not:
+        return (), why_not
+    return (START.executable, *START.arguments), ""
+
+
+def _why_not() -> str:
+    if getattr(sys, "frozen", False):
+        return "a frozen program has no script to run again"
+    if "PYTEST_CURRENT_TEST" in os.environ:
+        return "pytest runs this, and would run its tests again"
+    parent = sys.modules.get("multiprocessing.process")
+    if parent is not None and parent.parent_process() is not None:
+        return "this is a child process of multiprocessing"
+    target = _target()
+    if target in ("-c", "-"):
+        return "there is no script on disk"
+    if target in _HOSTS:
+        return f"the program is {target}, which hosts the code that makes the call"
+    if not _main_file():
+        return "there is no script on disk"
+    return ""
+
+
+def _target() -> str:
+    """Returns what the interpreter runs: a module's name, a program's, "-c" or "-"."""
+    arguments = list(START.arguments)
+    while arguments:
+        one = arguments.pop(0)
+        if one == "-m" or (one.startswith("-m") and len(one) > 2):
+            name = one[2:] or arguments[0]
+            return name.partition(".")[0]
+        if one == "-" or not one.startswith("-"):
+            return one if one == "-" else os.path.splitext(os.path.basename(one))[0]
+        if one.startswith("-c"):
+            return "-c"
+        if one in ("-X", "-W", "--check-hash-based-pycs"):
+            arguments.pop(0)
+    return "-"
+
+
+def _main_file() -> str:
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    return path if path and os.path.exists(os.path.join(START.cwd, path)) else ""

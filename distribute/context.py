@@ -1,0 +1,317 @@
+"""What a distributed function holds in its hand: where it runs, and help that is right there."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+from distribute import collectives, data, model
+from distribute.ambient import Fold
+from distribute.world import World
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader, Dataset
+
+    from distribute.data import ShardedLoader
+
+M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class Context:
+    """A rank's view of a running call.
+
+    Every member works in a world of one as well, where no process group exists.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._fold = Fold(world.rank)
+        self._loaders = 0
+
+    def __repr__(self) -> str:
+        return f"<Context rank {self.rank} of {self.world_size} on {self.device}>"
+
+    @property
+    def rank(self) -> int:
+        """Index of this process among all processes, from 0."""
+        return self._world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Index of this process among those of its node, from 0."""
+        return self._world.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """Index of this node, from 0."""
+        return self._world.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes on all nodes."""
+        return self._world.world_size
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of processes on this node."""
+        return self._world.local_world_size
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self._world.num_nodes
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which this process computes."""
+        return self._world.device
+
+    @property
+    def backend(self) -> str:
+        """Name of the torch process-group backend, such as `"gloo"`."""
+        return self._world.backend
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its node."""
+        return self.local_rank == 0
+
+    # -- model ---------------------------------------------------------------------------------
+
+    def model(
+        self, module: M | Callable[[], M], *, sync_batchnorm: bool = False, **ddp_options: Any
+    ) -> M:
+        """Puts a model on this rank's device and keeps its ranks in step.
+
+        Args:
+            module: A module, or a function that makes one (it is made on the device).
+            sync_batchnorm: Whether to convert BatchNorm layers to torch's SyncBatchNorm.
+            **ddp_options: Options of `torch.nn.parallel.DistributedDataParallel`.
+
+        Returns:
+            The module wrapped in DDP, usable as the module itself (hence its type). In a world of
+            one, and without trainable parameters, the module itself.
+        """
+        wrapped = model.wrap(self._world, module, sync_batchnorm=sync_batchnorm, **ddp_options)
+        self._fold()
+        return wrapped
+
+    def unwrap(self, module: M) -> M:
+        """Returns the module inside `model`'s wrapper (and torch.compile's)."""
+        return model.unwrap(module)
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Returns a context in which backward passes do not synchronise gradients."""
+        return model.no_sync(module)
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        """Gives every rank rank 0's buffers, such as BatchNorm's running statistics."""
+        model.sync_buffers(self._world, module)
+
+    # -- data ----------------------------------------------------------------------------------
+
+    def dataloader(
+        self, dataset: Dataset[T] | Sequence[T] | DataLoader[T] | torch.Tensor, **options: Any
+    ) -> ShardedLoader[Any]:
+        """Returns a loader of this rank's share of a dataset; see `distribute.data.dataloader`.
+
+        Args:
+            dataset: A dataset, or a torch `DataLoader` whose settings are kept.
+            **options: `batch_size` (of each rank) or `global_batch_size`, `shuffle`, `sampler`,
+                `batch_sampler`, `drop_last`, `uneven`, `seed`, `sharded`, `to_device`, and every
+                option of torch's `DataLoader`.
+        """
+        ordinal = self._loaders
+        self._loaders += 1
+        return data.dataloader(
+            self._world, dataset, ordinal=ordinal, on_first_batch=self._fold, **options
+        )
+
+    # -- collectives ---------------------------------------------------------------------------
+
+    def all_reduce(self, value: T, op: str = "sum") -> T:
+        """Reduces a value over all ranks; every rank gets the result. The input is unchanged.
+
+        Args:
+            value: A tensor, a number, or nested containers of them; equal in shape on all ranks.
+            op: `"sum"`, `"mean"`, `"min"`, `"max"` or `"product"`.
+        """
+        return collectives.all_reduce(self._world, value, op)
+
+    def all_gather(self, value: T) -> list[T]:
+        """Returns the list of every rank's value, by rank. Tensors may differ in size."""
+        return collectives.all_gather(self._world, value)
+
+    def broadcast(self, value: T, src: int = 0) -> T:
+        """Returns rank `src`'s value on every rank; the others may pass None."""
+        return collectives.broadcast(self._world, value, src)
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Returns the list of every rank's picklable object, by rank."""
+        return collectives.all_gather_object(self._world, value)
+
+    def broadcast_object(self, value: T, src: int = 0) -> T:
+        """Returns rank `src`'s picklable object on every rank; the others may pass None."""
+        return collectives.broadcast_object(self._world, value, src)
+
+    def barrier(self) -> None:
+        """Waits until all ranks are here."""
+        collectives.barrier(self._world)
+
+    # -- one rank at a time --------------------------------------------------------------------
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Lets rank 0 run the block first, and the other ranks when it has finished.
+
+        Raises:
+            RuntimeError: On the other ranks, when rank 0 left the block by an exception.
+        """
+        if not self.is_main_process:
+            self._after_main(None)
+            yield
+            return
+        try:
+            yield
+        except BaseException as error:
+            self._after_main(f"{type(error).__name__}: {error}")
+            raise
+        self._after_main(None)
+
+    def _after_main(self, failure: str | None) -> None:
+        failure = self.broadcast_object(failure)
+        if failure is not None and not self.is_main_process:
+            raise RuntimeError(f"rank 0 failed in main_process_first: {failure}")
+
+    def on_main(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Calls a function on rank 0 and returns its value on every rank.
+
+        Args:
+            function: What to call; its value must be picklable.
+            *args: Its positional arguments.
+            **kwargs: Its keyword arguments.
+
+        Raises:
+            Exception: On every rank, what the function raised.
+        """
+        report: tuple[bool, Any] | None = None
+        if self.is_main_process:
+            try:
+                report = True, function(*args, **kwargs)
+            except Exception as error:
+                report = False, error
+        done, value = self.broadcast_object(report)
+        if not done:
+            raise value
+        return value
+
+    # -- output and files ----------------------------------------------------------------------
+
+    def print(
+        self, *values: object, sep: str = " ", end: str = "\n", file: IO[str] | None = None
+    ) -> None:
+        """Prints on rank 0 only, as a whole and at once."""
+        if self.is_main_process:
+            stream = sys.stdout if file is None else file
+            stream.write(sep.join(map(str, values)) + end)
+            stream.flush()
+
+    def progress(self, iterable: Iterable[T], **options: Any) -> Iterable[T]:
+        """Returns the iterable with a tqdm progress bar on rank 0.
+
+        Args:
+            iterable: What to iterate over.
+            **options: Options of `tqdm.tqdm`, such as `desc`.
+        """
+        from tqdm import tqdm
+
+        if not self.is_main_process:
+            return iterable
+        return tqdm(iterable, **options)
+
+    def save(self, obj: object, path: str | os.PathLike[str]) -> None:
+        """Writes rank 0's object to a file with `torch.save`; every rank must call it.
+
+        The file appears whole or not at all, and is there on every rank's return.
+
+        Args:
+            obj: What to save, such as a dict of state dicts.
+            path: Where; missing directories are made.
+        """
+        self.on_main(_write, obj, os.fspath(path))
+
+    def load(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
+        """Reads a file that `save` wrote; every rank reads it.
+
+        Args:
+            path: The file.
+            map_location: Where tensors go, as in `torch.load`.
+        """
+        return torch.load(os.fspath(path), map_location=map_location, weights_only=True)
+
+
+def _write(obj: object, path: str) -> None:
+    directory = os.path.dirname(os.path.abspath(path))
+    os.makedirs(directory, exist_ok=True)
+    descriptor, aside = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=directory)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            torch.save(obj, file)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(aside, 0o666 & ~umask)
+        os.replace(aside, path)
+    except BaseException:
+        os.unlink(aside)
+        raise
+
+
+_current: contextvars.ContextVar[Context] = contextvars.ContextVar("distribute.current")
+
+
+def current() -> Context:
+    """Returns the context of the running distributed call.
+
+    Raises:
+        RuntimeError: No distributed call is running here.
+    """
+    found = _current.get(None)
+    if found is None:
+        msg = (
+            "current(): no distributed call is running here; call it inside a function that is "
+            "decorated with @distributed or passed to run()"
+        )
+        raise RuntimeError(msg)
+    return found
+
+
+def running() -> Context | None:
+    """Returns the context of the running distributed call, or None."""
+    return _current.get(None)
+
+
+@contextmanager
+def entered(context: Context) -> Iterator[None]:
+    """Makes a context the current one."""
+    token = _current.set(context)
+    try:
+        yield
+    finally:
+        _current.reset(token)

@@ -1,0 +1,214 @@
+"""Loading data: every rank its share, in an order that does not depend on the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import torch
+
+from distribute.asked import Asked
+from distribute.loading import Loading, prepare
+from distribute.randomness import Announced, Announcement, LoaderKey, RandomStream, WorkerStart
+from distribute.transfer import move
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader, Dataset
+
+    from distribute.sharding import Uneven
+    from distribute.world import World
+
+B = TypeVar("B", covariant=True)
+
+
+class Indexed(Protocol):
+    """A dataset of any type that has items at positions, such as a list or a tensor."""
+
+    def __getitem__(self, position: int, /) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
+class ShardedLoader(Generic[B]):
+    """Yields this rank's batches, on the rank's device; made by `dataloader`.
+
+    The type argument is that of a batch.
+
+    Attributes:
+        loader: The torch DataLoader underneath, which reads this rank's share.
+        dataset: The user's dataset.
+        batch_size: Number of samples of a full batch of this rank; None if a batch sampler decides.
+        epoch: The epoch of the iteration begun last, or of the first one.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        loading: Loading,
+        *,
+        to_device: bool,
+        on_first_batch: Callable[[], None] | None,
+    ) -> None:
+        self.loader = loading.loader
+        self.dataset = loading.dataset
+        self.batch_size = loading.loader.batch_size
+        self.epoch = 0
+        self._following = 0
+        self._iterations = 0
+        self._weight = 1.0
+        self._device = world.device if to_device else None
+        self._on_first_batch = on_first_batch
+        self._feed = loading.feed
+        self._key = loading.key
+        self._reads_shared = loading.reads_shared
+        self._user_generator: torch.Generator | None = loading.loader.generator
+        self._start, self._announced = _listening(loading)
+
+    def __len__(self) -> int:
+        """Returns the number of batches; TypeError for a stream that doesn't know its length."""
+        return len(self._feed)
+
+    def __iter__(self) -> Iterator[B]:
+        """Begins an epoch: the one after the last, or the one that was set."""
+        if self._on_first_batch is not None:
+            call, self._on_first_batch = self._on_first_batch, None
+            call()
+        self.epoch = self._feed.epoch(self._following)
+        self._following = self.epoch + 1
+        key = replace(self._key, epoch=self.epoch, drawn=self._draw())
+        self._feed.begin(key)
+        self._tell_workers(key)
+        return self._deliver(self._feed.steps(self._read(key)))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next iteration; each one after it is one further."""
+        self.epoch = self._following = epoch
+
+    @property
+    def weight(self) -> float:
+        """This rank's number of samples over the mean number of all ranks, at the current step.
+
+        With `(loss * loader.weight).backward()` the mean of the ranks' gradients, which is what
+        DDP takes, is that of the mean loss over all samples of the step.
+        """
+        if not getattr(self.loader, "in_order", True):
+            raise RuntimeError(
+                "the weight of a batch is not known with in_order=False; leave out in_order"
+            )
+        return self._weight
+
+    def _draw(self) -> int:
+        # As torch's DataLoader does, so that a RandomSampler on the same generator draws the same.
+        if self._user_generator is None:
+            return 0
+        return int(torch.empty((), dtype=torch.int64).random_(generator=self._user_generator))
+
+    def _tell_workers(self, key: LoaderKey) -> None:
+        # Otherwise torch draws from the global generator, which is the model's.
+        self.loader.generator = torch.Generator().manual_seed(key.base() % 2**63)
+        self._start.key = key
+        if self._announced is not None and self._iterations:
+            self._announced.announcement = Announcement(self._iterations, key)
+        self._iterations += 1
+
+    def _read(self, key: LoaderKey) -> Iterator[Any]:
+        """Returns torch's iterator, under a random stream if it reads in this process."""
+        stream = RandomStream(key.shared("stream") if self._reads_shared else key.own(0))
+        with stream.active():
+            batches = iter(self.loader)
+        return batches if self.loader.num_workers else stream.drive(batches)
+
+    def _deliver(self, steps: Iterator[tuple[B, float]]) -> Iterator[B]:
+        for batch, self._weight in steps:
+            yield batch if self._device is None else move(batch, self._device)
+
+
+def dataloader(
+    world: World,
+    data: DataLoader[Any] | Dataset[Any] | Indexed,
+    *,
+    ordinal: int,
+    on_first_batch: Callable[[], None] | None = None,
+    batch_size: int | None = None,
+    global_batch_size: int | None = None,
+    shuffle: bool = False,
+    sampler: Iterable[Any] | None = None,
+    batch_sampler: Iterable[Any] | None = None,
+    drop_last: bool = False,
+    uneven: Uneven | None = None,
+    seed: int | None = None,
+    sharded: bool = False,
+    to_device: bool = True,
+    **loader_options: Any,
+) -> ShardedLoader[Any]:
+    """Returns a loader of this rank's share of some data.
+
+    The ranks' batches of a step, one after the other, are what a single process would read at that
+    step. No collective is made, except while iterating an `IterableDataset`.
+
+    Args:
+        world: Where this rank stands.
+        data: A map-style dataset (a list or a tensor is one), an `IterableDataset`, or a torch
+            `DataLoader`, which keeps all its settings: its `batch_size` is that of each rank, its
+            shuffling, its sampler or batch sampler go on in all ranks together. A
+            `DistributedSampler` in it (or as `sampler`) gives its shuffle, seed and drop_last;
+            other samplers with `num_replicas` and `rank` are left to divide the data themselves.
+        ordinal: The how-manieth loader of the call this is; the order depends on it.
+        on_first_batch: Called once, before anything is drawn.
+        batch_size: Number of samples of each rank at a step; 1 if none is given.
+        global_batch_size: Number of samples of all ranks together at a step, shared out by ceil
+            and floor, instead of `batch_size`.
+        shuffle: Whether to read in an order drawn from the seed and the epoch (or, as in torch,
+            from `generator`).
+        sampler: Draws the order of all ranks together. It is iterated on every rank, under random
+            streams that all share; a generator of its own must be alike on all ranks.
+        batch_sampler: Draws the batches, dealt out to the ranks in turn: step `t` covers batches
+            `t * world_size` and following. It decides alone which samples make a batch.
+        drop_last: Same as `uneven="drop"`.
+        uneven: What happens to the samples at the end that don't fill a step. `"pad"`: a few
+            samples are repeated, so that all ranks have equally many (the default with `shuffle`, a
+            sampler or a batch sampler). `"drop"`: they are left out. `"balance"`: every sample is
+            read exactly once, the ranks take equally many steps if there are at least as many
+            samples as ranks, and the last two steps may be shared out together (the default
+            otherwise). With a batch sampler this joins whole batches in the last step.
+        seed: Seed of the order and of the dataset's random streams; that of the call by default.
+        sharded: Whether the `IterableDataset` divides itself among ranks and workers. Otherwise
+            each reads all of it and keeps every n-th item; meanwhile it sees no worker.
+        to_device: Whether batches arrive on the rank's device, and through pinned memory where
+            that is an accelerator.
+        **loader_options: Options of torch's `DataLoader`, such as `num_workers`.
+
+    Raises:
+        RequestError: The options contradict each other or the data.
+    """
+    asked = Asked(
+        batch_size=batch_size,
+        global_batch_size=global_batch_size,
+        shuffle=bool(shuffle),
+        sampler=sampler,
+        batch_sampler=batch_sampler,
+        drop_last=drop_last,
+        uneven=uneven,
+        seed=seed,
+        sharded=sharded,
+        to_device=to_device,
+        options=loader_options,
+    )
+    key = LoaderKey(world.seed if seed is None else seed, ordinal, world.rank)
+    loading = prepare(world, data, asked, key)
+    return ShardedLoader(world, loading, to_device=to_device, on_first_batch=on_first_batch)
+
+
+def _listening(loading: Loading) -> tuple[WorkerStart, Announced | None]:
+    """Makes the loader's workers learn of their random streams."""
+    loader = loading.loader
+    start = WorkerStart(loading.key, loader.worker_init_fn)
+    if loader.num_workers:
+        loader.worker_init_fn = start
+    if not loader.persistent_workers:
+        return start, None
+    place = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    announced = Announced(getattr(loader, place))
+    loader.__dict__[place] = announced  # past __setattr__, as in loading
+    return start, announced

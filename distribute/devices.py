@@ -1,0 +1,93 @@
+"""What torch knows about this machine's devices, asked without waking any of them up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+# Opened by a living CUDA or ROCm context, whichever library made it.
+_CONTEXT_FILES = ("/dev/nvidia-uvm", "/dev/kfd")
+
+
+def available() -> dict[str, int]:
+    """Returns the accelerators of this machine: torch's device type and how many there are."""
+    import torch
+
+    with _without_context():
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is None:
+            return {}
+        count = torch.accelerator.device_count()
+    return {found.type: count} if count else {}
+
+
+def live() -> bool:
+    """Tells whether this process holds an accelerator context, which no fork survives."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        return True
+    for name in ("xpu", "mtia"):
+        module = getattr(torch, name, None)
+        if module is not None and module.is_initialized():
+            return True
+    return any(name in _CONTEXT_FILES for name in _open_files())
+
+
+def device(accelerator: str, index: int | None) -> torch.device:
+    """Returns the device of a rank and makes it the current one, before anything uses it."""
+    import torch
+
+    if index is None:
+        return torch.device(accelerator)
+    found = torch.device(accelerator, index)
+    if accelerator != "cpu":
+        torch.accelerator.set_device_index(index)
+    return found
+
+
+def default_backend(accelerator: str) -> str:
+    """Returns torch's process-group backend for a device type."""
+    import torch.distributed as dist
+
+    return "gloo" if accelerator == "cpu" else dist.get_default_backend_for_device(accelerator)
+
+
+def usable_cores() -> int:
+    """Returns how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@contextmanager
+def _without_context() -> Iterator[None]:
+    # With this variable torch asks the driver's management library instead of making a context,
+    # which would forbid a fork for the rest of the process's life.
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _open_files() -> Iterator[str]:
+    try:
+        entries = os.listdir("/proc/self/fd")
+    except OSError:
+        return
+    for entry in entries:
+        try:
+            yield os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:
+            continue

@@ -1,0 +1,153 @@
+"""One call from the request to the value: both doors lead here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from distribute.environment import is_worker
+from distribute.errors import RequestError
+from distribute.messages import Site
+from distribute.plan import Plan, Request, resolve
+from distribute.task import Task, check_arguments, context_position
+
+if TYPE_CHECKING:
+    from distribute.context import Context
+    from distribute.outcome import Outcome
+
+# Whether this process has made a distributed call that was no rank's own; re-exec serves only
+# the first one of a script.
+_called = False
+
+
+def call(
+    request: Request,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    site: Site,
+) -> Any:
+    """Runs a function as requested and returns its value or raises its exception."""
+    __tracebackhide__ = True
+    from distribute import context
+    from distribute.launchers import reexec
+
+    task = Task(function, args, kwargs, context_position(function))
+    check_arguments(task)
+    here = context.running()
+    if here is not None:
+        return _in_place(request, task, here)
+    if reexec.arriving():
+        reexec.join(task, site)
+    chosen = plan(request)
+    global _called
+    _called = True
+    return _value(chosen, _carry_out(chosen, task, site))
+
+
+def plan(request: Request) -> Plan:
+    """Returns what a call with this request would do now."""
+    from distribute import machine
+    from distribute.launchers import reexec
+
+    idle = reexec.kept()
+    facts = machine.read(
+        earlier_calls=_called,
+        kept=None if idle is None else idle[0],
+        kept_accelerator="" if idle is None else idle[1],
+    )
+    return resolve(request, os.environ, facts)
+
+
+def in_worker(environ: Mapping[str, str]) -> bool:
+    """Tells whether this process is a worker of ours."""
+    return is_worker(environ, os.getpid())
+
+
+def calling_site(function: Callable[..., Any]) -> Site:
+    """Returns the function and the line that calls it: the nearest frame outside this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("distribute."):
+        frame = frame.f_back
+    name = getattr(function, "__qualname__", repr(function))
+    if frame is None:
+        return Site(name, "?", 0)
+    return Site(name, frame.f_code.co_filename, frame.f_lineno)
+
+
+def _in_place(request: Request, task: Task, context: Context) -> Any:
+    devices = request.devices
+    asked = len(devices) if isinstance(devices, list | tuple) else devices
+    if isinstance(asked, int) and asked not in (1, context.local_world_size):
+        raise RequestError(
+            f"devices={devices!r} inside a running distributed call",
+            f"that call has {context.local_world_size} ranks on this node, and a call inside it "
+            "runs in the same world",
+            'pass devices="auto" to the inner one, or call it after the outer one has returned',
+        )
+    value = task.run(context)
+    return context.all_gather_object(value) if request.returns == "all" else value
+
+
+def _carry_out(chosen: Plan, task: Task, site: Site) -> list[Outcome]:
+    __tracebackhide__ = True
+    from distribute.supervise import NotReady
+
+    done = _attempt(chosen, task, site)
+    if isinstance(done, NotReady):
+        sys.stderr.write(
+            "distribute: the forked processes did not start working, as happens when other "
+            "threads were busy at that moment; the fork server takes over\n"
+        )
+        done = _attempt(replace(chosen, method="forkserver"), task, site)
+    if isinstance(done, BaseException):
+        try:
+            raise done
+        finally:
+            del done  # its traceback holds this frame
+    return done
+
+
+def _attempt(chosen: Plan, task: Task, site: Site) -> list[Outcome] | BaseException:
+    from distribute.supervise import Failure
+
+    try:
+        return _launch(chosen, task, site)
+    except Failure as failure:
+        # Raised outside this block, which would become part of its chain.
+        return failure.cause
+
+
+def _launch(chosen: Plan, task: Task, site: Site) -> list[Outcome]:
+    from distribute.launchers import attached, fork, forkserver, inline, reexec, spawn
+
+    match chosen.method:
+        case "inline":
+            return inline.run(chosen, task)
+        case "attached":
+            return attached.run(chosen, task, site)
+        case "reexec":
+            return reexec.run(chosen, task, site)
+        case "fork":
+            return fork.run(chosen, task)
+        case "forkserver":
+            return forkserver.run(chosen, task)
+        case "spawn":
+            return spawn.run(chosen, task)
+
+
+def _value(chosen: Plan, outcomes: list[Outcome]) -> Any:
+    if chosen.method == "attached":
+        return outcomes[0].value()
+    streams = outcomes[0].streams
+    if streams is not None:
+        streams.restore()
+    if chosen.returns == "all":
+        return [one.value() for one in outcomes]
+    for one in outcomes[1:]:
+        one.drop()
+    return outcomes[0].value()

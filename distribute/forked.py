@@ -1,0 +1,55 @@
+"""The first steps of a worker that is a fork, of the launcher or of the fork server."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+
+from distribute import worker
+from distribute.place import Place
+from distribute.process import watch_parent
+
+# What the first DDP model of a process imports takes seconds: once before the forks, not in each.
+PRELOADED = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo")
+
+
+def preload() -> None:
+    """Imports what every rank will need."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+
+
+def enter(place: Place, *, group: bool, parent: int, watch: bool) -> None:
+    """Turns a forked process into a worker with nothing of its parent's state.
+
+    Args:
+        place: The worker's place.
+        group: Whether it leads a process group of its own.
+        parent: Process id of its parent.
+        watch: Whether the parent's forking thread lives as long as the parent.
+    """
+    if group:
+        os.setpgid(0, 0)
+    watch_parent(parent, by_main_thread=watch)
+    worker.settle(place)
+    if not group:
+        # Ctrl-C on the terminal reaches this process too; the launcher decides what it means.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if place.rank != 0:
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+    _forget_children()
+
+
+def _forget_children() -> None:
+    """Drops what multiprocessing knows about the parent: its children, its being a daemon."""
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        process._children = set()  # type: ignore[attr-defined]
+        process.current_process()._config.pop("daemon", None)
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        util._finalizer_registry.clear()

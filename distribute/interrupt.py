@@ -1,0 +1,92 @@
+"""Freeing the calling thread when it is rank 0 and another rank has failed.
+
+Under re-exec the user's function runs in the launcher itself, in a state nobody can know: in a
+collective, in `time.sleep`, in pure Python, in its own `finally`. A supervisor thread frees it by
+three means, each for what the others do not reach:
+
+- the peers' processes end, so a gloo collective raises (it is deaf to anything else);
+- the store's server is dropped, so a wait in the store raises;
+- a signal arrives, whose handler raises `WorldEnded` in Python code. It is sent again until the
+  function has been left, because callbacks and `__del__` swallow exceptions, but not while the
+  function handles an exception: its `except` and `finally` have the grace period.
+
+The signal is a real-time one, or SIGURG where there is none: SIGUSR1 and SIGUSR2 are the user's.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNAL: int = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGURG
+
+
+class WorldEnded(BaseException):
+    """Raised in the function of rank 0 when its world has ended; never seen by the caller.
+
+    Not an `Exception`, so that `except Exception` in a training loop lets it pass.
+    """
+
+
+class Guard:
+    """Runs a function in the main thread such that another thread can make it leave.
+
+    Args:
+        grace: Seconds that the function's own `except` and `finally` blocks have.
+    """
+
+    def __init__(self, grace: float) -> None:
+        self._grace = grace
+        self._armed = False
+        self._deadline: float | None = None
+        self._handled_before: BaseException | None = None
+        self._thread = threading.get_ident()
+        self._previous: Any = None
+
+    def __enter__(self) -> Guard:
+        self._previous = signal.signal(SIGNAL, self._on_signal)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._armed = False
+        signal.signal(SIGNAL, self._previous)
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Calls the function; only while it runs does the signal mean anything.
+
+        Raises:
+            WorldEnded: The function was made to leave.
+        """
+        self._handled_before = sys.exception()
+        if self._deadline is not None:
+            raise WorldEnded
+        self._armed = True
+        try:
+            return function()
+        finally:
+            self._armed = False
+
+    def knock(self) -> None:
+        """Asks the function to leave; called by the supervisor, again and again."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._grace
+        if self._armed:
+            signal.pthread_kill(self._thread, SIGNAL)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self._armed or self._deadline is None:
+            return
+        handling = sys.exception() is not self._handled_before
+        if handling and time.monotonic() < self._deadline:
+            return
+        raise WorldEnded

@@ -1,0 +1,186 @@
+"""Ranks as forks of a server: a clean interpreter that has torch in memory already.
+
+The server starts with the first call that needs it, stays idle between calls and ends with this
+process. It is replaced when a variable has changed that libraries read while they are imported.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+from distribute import process, supervise
+from distribute.channel import Channel
+from distribute.outcome import Outcome
+from distribute.payload import pack
+from distribute.place import Place
+from distribute.plan import Plan
+from distribute.process import ChildProcess, leads_group
+from distribute.server import Order
+from distribute.supervise import Worker
+from distribute.task import Task
+from distribute.workers import run_once
+
+_IMPORT_TIME = (
+    "CUDA_", "GOMP_", "HIP_", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_",
+    "TORCH",
+)  # fmt: skip
+
+
+def run(plan: Plan, task: Task) -> list[Outcome]:
+    """Runs a task in forks of the server.
+
+    Raises:
+        Failure: The call did not succeed.
+    """
+    return run_once(plan, pack(task, main_names=frozenset()), _fork)
+
+
+def warm() -> None:
+    """Starts the server, if it is not there yet, and waits until it can serve."""
+    with _lock:
+        _the_server().wait()
+
+
+class ServedProcess:
+    """A child of the fork server; its end arrives through a pipe."""
+
+    def __init__(self, pid: int, status: int, *, group: bool) -> None:
+        self.pid = pid
+        self.group = group
+        self._status = status
+        self._code: int | None = None
+
+    def fileno(self) -> int:
+        """Returns a descriptor that is readable once the process has ended, or -1."""
+        return self._status
+
+    def poll(self) -> int | None:
+        """Returns the exit code (negative: the signal) once it has ended."""
+        if self._code is None and self._status >= 0:
+            try:
+                told = os.read(self._status, 16)
+            except BlockingIOError:
+                return None
+            # Nothing told: the server itself has ended, and the kernel ended its children.
+            self._code = int(told) if told else -9
+        return self._code
+
+    def close(self) -> None:
+        """Closes the handle's descriptors."""
+        if self._status >= 0:
+            os.close(self._status)
+            self._status = -1
+
+
+class Server:
+    """The launcher's side of the fork server."""
+
+    def __init__(self) -> None:
+        self.variables = import_time_variables()
+        self.owner = os.getpid()
+        self._channel, theirs = Channel.pair()
+        self._process: ChildProcess = process.start(
+            process.interpreter("distribute.server", theirs.fileno(), sys.path),
+            environ={key: value for key, value in os.environ.items() if key != "PYTHONINSPECT"},
+            cwd=os.getcwd(),
+            descriptors=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            group=True,
+        )
+        theirs.close()
+        self._serving = False
+
+    def wait(self) -> None:
+        """Waits until the server has imported everything."""
+        if not self._serving:
+            self._channel.receive()
+            self._serving = True
+
+    def fork(
+        self, place: Place, channel: Channel, listening: socket.socket | None
+    ) -> ServedProcess:
+        """Has the server make a worker."""
+        self.wait()
+        group = leads_group(place.rank)
+        ours, theirs = os.pipe()
+        os.set_blocking(ours, False)
+        descriptors = [channel.fileno(), theirs]
+        null = os.open(os.devnull, os.O_RDWR)
+        try:
+            descriptors += [number if _is_open(number) else null for number in (0, 1, 2)]
+            if listening is not None:
+                descriptors.append(listening.fileno())
+            self._channel.send_with(Order(place, group), descriptors)
+            pid: int = self._channel.receive()
+        except BaseException:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)
+            os.close(null)
+        return ServedProcess(pid, ours, group=group)
+
+    def alive(self) -> bool:
+        """Tells whether the server can still serve this process."""
+        return self.owner == os.getpid() and self._process.poll() is None
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._channel.close()
+        supervise.end([Worker(-1, self._channel, self._process)], 1.0)
+
+
+_lock = threading.Lock()
+_server: Server | None = None
+
+
+def import_time_variables() -> dict[str, str]:
+    """Returns the variables of this moment that libraries read while they are imported."""
+    return {
+        key: value
+        for key, value in os.environ.items()
+        # The ranks' number of threads is set in each of them, whatever the server's is.
+        if key.startswith(_IMPORT_TIME) and key != "OMP_NUM_THREADS"
+    }
+
+
+def close() -> None:
+    """Ends the server, if there is one of this process."""
+    global _server
+    with _lock:
+        if _server is not None and _server.owner == os.getpid():
+            _server.close()
+        _server = None
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def _the_server() -> Server:
+    global _server
+    if _server is not None and _server.owner != os.getpid():
+        _server = None
+    if _server is not None and (
+        not _server.alive() or _server.variables != import_time_variables()
+    ):
+        _server.close()
+        _server = None
+    if _server is None:
+        _server = Server()
+    return _server
+
+
+def _fork(
+    place: Place, ours: Channel, theirs: Channel, listening: socket.socket | None
+) -> ServedProcess:
+    with _lock:
+        return _the_server().fork(place, theirs, listening)

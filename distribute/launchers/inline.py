@@ -1,0 +1,36 @@
+"""A world of one: the function runs right here, with no process and no process group."""
+
+from __future__ import annotations
+
+from distribute import ambient, devices, outcome
+from distribute.context import Context
+from distribute.outcome import Outcome
+from distribute.plan import Plan
+from distribute.task import Task
+from distribute.worker import run_user
+from distribute.world import World
+
+
+def run(plan: Plan, task: Task) -> list[Outcome]:
+    """Runs a task in the calling process."""
+    streams = ambient.Streams.capture()
+    index = None if plan.accelerator in ("cpu", "mps") else plan.devices[0]
+    world = World(
+        rank=0,
+        local_rank=0,
+        node_rank=0,
+        world_size=1,
+        local_world_size=1,
+        num_nodes=1,
+        device=devices.device(plan.accelerator, index),
+        backend=plan.backend,
+        seed=streams.seed() if plan.seed is None else plan.seed,
+        grouped=False,
+    )
+    if plan.seed is None:
+        return [outcome.returned(0, run_user(Context(world), task), local=True)]
+    ambient.seed_all(plan.seed)
+    try:
+        return [outcome.returned(0, run_user(Context(world), task), local=True)]
+    finally:
+        streams.restore()

@@ -1,0 +1,81 @@
+"""What a launcher and its workers say to each other; see `worker` for the order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from distribute.ambient import Settings, Streams
+from distribute.payload import Payload
+from distribute.plan import Plan
+
+
+@dataclass(frozen=True)
+class Site:
+    """Which call of a script this is: the function and the line that calls it."""
+
+    function: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"`{self.function}` ({self.file}:{self.line})"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """From a worker: I am in place and may be given a call.
+
+    Attributes:
+        rank: The worker's rank.
+        site: The call at which a re-executed script has arrived.
+        main_names: Qualified names of the classes in its `__main__` module.
+    """
+
+    rank: int
+    site: Site | None = None
+    main_names: frozenset[str] = frozenset()
+
+
+@dataclass
+class Call:
+    """To a worker: run this.
+
+    Attributes:
+        number: Count of the calls of this world, from 0.
+        plan: The plan.
+        port: Port of the rendezvous store.
+        seed: Seed of the data order.
+        streams: Random-number states to start from.
+        settings: torch's settings to run under.
+        payload: The task; None when the worker has it already.
+    """
+
+    number: int
+    plan: Plan
+    port: int
+    seed: int
+    streams: Streams
+    settings: Settings
+    payload: Payload | None = field(default=None)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """From a worker: I have joined the process group of the call."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Go:
+    """To a worker: all ranks have joined; run the function."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """To the rank in the calling process: do not start, or do not wait any longer."""
+
+
+@dataclass(frozen=True)
+class Close:
+    """To a worker: leave."""

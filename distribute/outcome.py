@@ -1,0 +1,263 @@
+"""What became of a rank, and how an exception travels with its traceback."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from distribute import tree
+from distribute.errors import RemoteTraceback, WorkerDied, WorkerError
+from distribute.payload import Payload, pack
+
+Kind = Literal["returned", "raised", "exited", "killed", "freed"]
+
+# How gloo and the store say that a peer has gone. Such an error is usually the echo of a failure
+# elsewhere, so the supervisor waits a moment for the cause.
+_ECHOES = (
+    "closed by peer",
+    "connection reset",
+    "broken pipe",
+    "connection refused",
+    "connection was likely closed",
+    "connection was closed",
+    "recvvalue failed",
+    "connectfullmesh failed",
+)
+
+
+@dataclass
+class Raised:
+    """An exception as a rank reports it.
+
+    Attributes:
+        type_name: Qualified name of its type.
+        text: Its text.
+        traceback: The formatted traceback, chain and notes included.
+        where: Process id and host of the rank.
+        unsent: Why the exception itself is not in the payload, or empty.
+    """
+
+    type_name: str
+    text: str
+    traceback: str
+    where: str
+    unsent: str = ""
+
+
+@dataclass
+class Outcome:
+    """What became of one rank in one call.
+
+    Attributes:
+        rank: The rank.
+        kind: `returned` (a value), `raised` (an exception), `exited` or `killed` (the process
+            ended without either), `freed` (made to leave because another rank had failed).
+        time: When, by the machine's monotonic clock in seconds.
+        payload: The value or the exception, when it comes from another process.
+        local: The value or the exception itself, when the rank is the calling process.
+        raised: Facts about the exception.
+        exit_code: Exit code of the process, or of the function's `SystemExit`.
+        signal: The signal that ended the process.
+        detail: What the process was doing, for `exited` and `killed`.
+        echo: Whether it looks like the consequence of another rank's end.
+        streams: Final states of the random-number generators (rank 0 only).
+    """
+
+    rank: int
+    kind: Kind
+    time: float = field(default_factory=time.monotonic)
+    payload: Payload | None = None
+    local: Any = None
+    raised: Raised | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    detail: str = ""
+    echo: bool = False
+    streams: Any = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the call cannot succeed with this outcome."""
+        return self.kind != "returned"
+
+    def drop(self) -> None:
+        """Lets go of what was sent, if nobody wants it."""
+        if self.payload is not None:
+            self.payload.close()
+
+    def value(self) -> Any:
+        """Returns the value of a rank that returned."""
+        if self.payload is None:
+            return self.local
+        try:
+            return self.payload.load()
+        finally:
+            self.payload.close()
+
+    def error(self) -> BaseException:
+        """Returns the exception that tells the caller about this failure."""
+        if self.kind in ("exited", "killed", "freed"):
+            return WorkerDied(self.rank, self.exit_code, self.signal, self.detail)
+        assert self.raised is not None
+        if isinstance(self.local, BaseException):
+            error = self.local
+        else:
+            error = self._rebuilt(self.raised)
+        error.add_note(f"raised by rank {self.rank} ({self.raised.where})")
+        return error
+
+    def _rebuilt(self, raised: Raised) -> BaseException:
+        error: BaseException | None = None
+        reason = raised.unsent
+        if self.payload is not None:
+            try:
+                error = _arrive(self.payload.load())
+            except Exception as problem:
+                reason = f"it cannot be rebuilt here: {type(problem).__name__}: {problem}"
+            finally:
+                self.payload.close()
+        if error is None:
+            error = WorkerError(self.rank, raised.type_name, raised.text, raised.traceback, reason)
+        _farthest(error).__cause__ = RemoteTraceback(raised.traceback)
+        return error
+
+
+def returned(rank: int, value: Any, *, local: bool) -> Outcome:
+    """Makes the outcome of a rank whose function returned.
+
+    Args:
+        rank: The rank.
+        value: What it returned.
+        local: Whether the rank is the calling process, to which the value itself goes.
+    """
+    if local:
+        return Outcome(rank, "returned", local=home(value))
+    return Outcome(rank, "returned", payload=pack(value, home=True))
+
+
+def home(value: Any) -> Any:
+    """Returns a value as it arrives from another process: the same type under every method.
+
+    Tensors are detached and on the CPU, models without their data-parallel wrapper.
+    """
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    changed: list[bool] = []
+
+    def convert(leaf: Any) -> Any:
+        if type(leaf) is torch.Tensor and (leaf.requires_grad or leaf.device.type != "cpu"):
+            changed.append(True)
+            return leaf.detach().cpu()
+        if isinstance(leaf, DistributedDataParallel):
+            changed.append(True)
+            return leaf.module
+        return leaf
+
+    converted = tree.map_leaves(convert, value)
+    # Otherwise the very object comes back: the caller may hold it already.
+    return converted if changed else value
+
+
+def exited(rank: int, code: int, detail: str) -> Outcome:
+    """Makes the outcome of a rank whose function asked for the end of its process."""
+    return Outcome(rank, "exited", exit_code=code, detail=detail)
+
+
+def raised(rank: int, error: BaseException, *, local: bool) -> Outcome:
+    """Makes the outcome of a rank whose function raised.
+
+    Args:
+        rank: The rank.
+        error: What it raised.
+        local: Whether the rank is the calling process, to which the exception itself goes.
+    """
+    kind = type(error)
+    facts = Raised(
+        type_name=f"{kind.__module__}.{kind.__qualname__}",
+        text=_text(error),
+        traceback="".join(traceback.format_exception(_without_ours(error))),
+        where=f"process {os.getpid()} on {socket.gethostname()}",
+    )
+    outcome = Outcome(rank, "raised", raised=facts, echo=_is_echo(error))
+    if local:
+        outcome.local = error
+        return outcome
+    try:
+        outcome.payload = pack(_links(error), home=True)
+    except Exception as problem:
+        facts.unsent = f"it cannot be pickled: {type(problem).__name__}: {_text(problem)}"
+    return outcome
+
+
+# An exception with what pickle leaves behind: cause, context, suppression of the context, notes.
+_Link = tuple[BaseException, BaseException | None, BaseException | None, bool, list[str]]
+
+
+def _links(error: BaseException) -> list[_Link]:
+    found: dict[int, BaseException] = {}
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in found:
+            continue
+        found[id(one)] = one
+        waiting += [one.__context__, one.__cause__]
+    return [
+        (one, one.__cause__, one.__context__, one.__suppress_context__, _notes(one))
+        for one in found.values()
+    ]
+
+
+def _arrive(links: list[_Link]) -> BaseException:
+    for error, cause, context, suppress, notes in links:
+        error.__cause__ = cause
+        error.__context__ = context
+        error.__suppress_context__ = suppress
+        if notes and not _notes(error):
+            error.__notes__ = notes
+    return links[0][0]
+
+
+def _notes(error: BaseException) -> list[str]:
+    return list(getattr(error, "__notes__", []))
+
+
+def _farthest(error: BaseException) -> BaseException:
+    seen = {id(error)}
+    while True:
+        following = error.__cause__
+        if following is None and not error.__suppress_context__:
+            following = error.__context__
+        if following is None or id(following) in seen:
+            return error
+        seen.add(id(following))
+        error = following
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as problem:
+        return f"<its text cannot be shown: {type(problem).__name__}>"
+
+
+def _without_ours(error: BaseException) -> BaseException:
+    """Cuts the library's own frames off the start of the traceback: they are nobody's news."""
+    here = os.path.dirname(__file__)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(here):
+        trace = trace.tb_next
+    return error if trace is None else error.with_traceback(trace)
+
+
+def _is_echo(error: BaseException) -> bool:
+    # By words: torch raises a plain RuntimeError for what gloo meets.
+    if not isinstance(error, RuntimeError | ConnectionError):
+        return False
+    text = _text(error).lower()
+    return any(echo in text for echo in _ECHOES)

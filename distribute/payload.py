@@ -1,0 +1,282 @@
+"""Objects of the user as bytes and back: cloudpickle, with large buffers in one memory file.
+
+A payload that is small travels inside the message that carries it. A large one is written once
+into an anonymous memory file, whose descriptor travels; every receiver maps it copy-on-write, so
+that N ranks share one physical copy until they write.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.machinery
+import io
+import mmap
+import os
+import pickle
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import cloudpickle
+
+if TYPE_CHECKING:
+    import torch
+
+# Below this a message stays in a socket's buffer, so that nobody ever blocks in sending one.
+INLINE_BYTES = 64 * 1024
+
+
+@dataclass
+class Payload:
+    """One pickled object with its buffers.
+
+    Attributes:
+        sizes: Length in bytes of the pickle stream and of each out-of-band buffer, in order.
+        inline: The concatenated bytes when they are few, else None.
+        memory: Descriptor of the memory file that holds them otherwise. It is never pickled: the
+            channel sends it beside the message.
+    """
+
+    sizes: list[int]
+    inline: bytes | None
+    memory: int | None = field(default=None, compare=False)
+
+    def __getstate__(self) -> tuple[list[int], bytes | None]:
+        """Leaves the descriptor to the channel."""
+        return self.sizes, self.inline
+
+    def __setstate__(self, state: tuple[list[int], bytes | None]) -> None:
+        self.sizes, self.inline = state
+        self.memory = None
+
+    def load(self) -> Any:
+        """Rebuilds the object; its tensors and arrays are writable and private to this process."""
+        total = sum(self.sizes)
+        if self.inline is not None:
+            whole = memoryview(bytearray(self.inline))
+        else:
+            assert self.memory is not None
+            whole = memoryview(mmap.mmap(self.memory, total, flags=mmap.MAP_PRIVATE))
+        parts: list[memoryview] = []
+        start = 0
+        for size in self.sizes:
+            parts.append(whole[start : start + size])
+            start += size
+        return pickle.loads(parts[0], buffers=parts[1:])
+
+    def close(self) -> None:
+        """Closes this process's descriptor of the memory file; mappings of it stay valid."""
+        if self.memory is not None:
+            os.close(self.memory)
+            self.memory = None
+
+
+def pack(obj: object, *, main_names: frozenset[str] | None = None, home: bool = False) -> Payload:
+    """Pickles an object.
+
+    Args:
+        obj: Any object that cloudpickle can send.
+        main_names: Qualified names of the classes that the receiver's `__main__` module has too;
+            they travel by reference, so that `isinstance` holds there. None means that the
+            receiver has the same `__main__` as this process.
+        home: Whether the object returns to the caller: tensors arrive detached and on the CPU,
+            and models without their data-parallel wrapper.
+    """
+    stream = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+    _Pickler(stream, buffers.append, main_names, home).dump(obj)
+    views = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
+    sizes = [view.nbytes for view in views]
+    if sum(sizes) <= INLINE_BYTES:
+        return Payload(sizes, b"".join(views))
+    memory = _memory_file()
+    try:
+        _write_all(memory, views)
+    except BaseException:
+        os.close(memory)
+        raise
+    return Payload(sizes, None, memory)
+
+
+class _Pickler(cloudpickle.Pickler):
+    """cloudpickle with storages out of band and two cases of classes and functions by reference."""
+
+    def __init__(
+        self,
+        stream: io.BytesIO,
+        on_buffer: Callable[[pickle.PickleBuffer], object],
+        main_names: frozenset[str] | None,
+        home: bool,
+    ) -> None:
+        super().__init__(stream, protocol=5, buffer_callback=on_buffer)
+        self._main_names = main_names
+        self._home = home
+        # What is pickled through a pointer must stay alive until it has been written.
+        self._kept: list[object] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduces what pickle and cloudpickle reduce badly for our use; leaves them the rest."""
+        if isinstance(obj, type):
+            if self._in_shared_main(obj):
+                return obj.__qualname__
+        elif isinstance(obj, types.FunctionType):
+            reduced = _decorated_reference(obj)
+            if reduced is not None:
+                return reduced
+        elif "torch" in sys.modules:
+            reduced = self._reduce_torch(obj)
+            if reduced is not NotImplemented:
+                return reduced
+        with _by_value(obj):
+            return super().reducer_override(obj)
+
+    def _in_shared_main(self, cls: type) -> bool:
+        if cls.__module__ != "__main__":
+            return False
+        if self._main_names is not None and cls.__qualname__ not in self._main_names:
+            return False
+        return lookup("__main__", cls.__qualname__) is cls
+
+    def _reduce_torch(self, obj: Any) -> Any:
+        import torch
+
+        kind = type(obj)
+        if kind is torch.UntypedStorage and obj.device.type == "cpu":
+            self._kept.append(obj)
+            return _storage, (pickle.PickleBuffer(_storage_view(obj)), obj.nbytes())
+        if kind is torch.TypedStorage:
+            untyped = obj._untyped_storage
+            self._kept.append(untyped)
+            return _typed_storage, (untyped, obj.dtype)
+        if not self._home:
+            return NotImplemented
+        if kind is torch.Tensor and (obj.requires_grad or obj.device.type != "cpu"):
+            plain = obj.detach().cpu()
+            self._kept.append(plain)
+            return _itself, (plain,)
+        if "torch.nn.parallel" in sys.modules and isinstance(
+            obj, torch.nn.parallel.DistributedDataParallel
+        ):
+            return _itself, (obj.module,)
+        return NotImplemented
+
+
+def _itself(obj: Any) -> Any:
+    return obj
+
+
+def _storage_view(storage: torch.UntypedStorage) -> Any:
+    if storage.nbytes() == 0:
+        return b""
+    return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+
+
+def _storage(buffer: Any, nbytes: int) -> torch.UntypedStorage:
+    import torch
+
+    if nbytes == 0:
+        return torch.UntypedStorage(0)
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
+def _typed_storage(untyped: Any, dtype: torch.dtype) -> Any:
+    import torch
+
+    return torch.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+def lookup(module_name: str, qualname: str) -> Any:
+    """Returns the object at a qualified name of a loaded module, or None."""
+    found: Any = sys.modules.get(module_name)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            return None
+    return found
+
+
+def imported(module_name: str, qualname: str) -> Any:
+    """Returns the object at a qualified name of a module, which is imported for it."""
+    importlib.import_module(module_name)
+    return lookup(module_name, qualname)
+
+
+def undecorated(module_name: str, qualname: str) -> Any:
+    """Returns the function inside a decorated function."""
+    return imported(module_name, qualname).__wrapped__
+
+
+def _decorated_reference(function: types.FunctionType) -> Any:
+    # The name of a decorated function leads to its decorator, so that pickle would not find the
+    # function there; with its globals by value it would lose the identity of its module.
+    found = lookup(function.__module__, function.__qualname__)
+    inside = getattr(found, "__wrapped__", None)
+    if inside is function and importable(function.__module__):
+        return undecorated, (function.__module__, function.__qualname__)
+    return None
+
+
+def importable(module_name: str | None) -> bool:
+    """Tells whether a fresh interpreter with this search path would import the same module."""
+    if module_name is None or module_name == "__main__":
+        return False
+    module = sys.modules.get(module_name)
+    if module is None:
+        return False
+    spec = getattr(module, "__spec__", None)
+    origin = getattr(spec, "origin", None)
+    if origin in (None, "built-in", "frozen") or module_name.partition(".")[0] in _STDLIB:
+        # Namespace packages, extension parts and the like: pickle's own rule is right for them.
+        return True
+    path: Sequence[str] | None = None
+    parent, _, _ = module_name.rpartition(".")
+    if parent:
+        if not importable(parent):
+            return False
+        path = cast("Sequence[str] | None", getattr(sys.modules.get(parent), "__path__", None))
+    try:
+        found = importlib.machinery.PathFinder.find_spec(module_name, path)
+    except (ImportError, ValueError):
+        return False
+    return found is None or found.origin == origin
+
+
+_STDLIB = frozenset(sys.stdlib_module_names) | {"torch", "distribute", "cloudpickle", "numpy"}
+
+
+class _by_value:  # noqa: N801 (reads as a statement)
+    """Lets cloudpickle send a function or class by value when its module cannot be imported."""
+
+    def __init__(self, obj: object) -> None:
+        self._module: types.ModuleType | None = None
+        if isinstance(obj, type | types.FunctionType) and not importable(obj.__module__):
+            module = sys.modules.get(obj.__module__)
+            if module is not None and obj.__module__ != "__main__":
+                self._module = module
+
+    def __enter__(self) -> None:
+        if self._module is not None:
+            cloudpickle.register_pickle_by_value(self._module)
+
+    def __exit__(self, *_: object) -> None:
+        if self._module is not None:
+            cloudpickle.unregister_pickle_by_value(self._module)
+
+
+def _memory_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("distribute", os.MFD_CLOEXEC)
+    descriptor, path = tempfile.mkstemp(prefix="distribute-")  # mode 0600
+    os.unlink(path)
+    return descriptor
+
+
+def _write_all(descriptor: int, views: list[memoryview]) -> None:
+    for view in views:
+        rest = view.cast("B")
+        while rest.nbytes:
+            rest = rest[os.write(descriptor, rest) :]

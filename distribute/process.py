@@ -1,0 +1,206 @@
+"""Processes as the launcher sees them: one handle for each worker, whoever is its parent.
+
+A worker leads a process group of its own, so that ending it ends what it started (DataLoader
+workers) as well. On Linux the kernel ends a worker when the thread that made it ends
+(`PR_SET_PDEATHSIG`); everywhere the worker notices the end of its control channel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+_PR_SET_PDEATHSIG = 1
+
+# What stands between the launcher and the program of a worker. It runs before the user's imports,
+# so that these are watched too; the marker needs the process id, which is known only here.
+_TRAMPOLINE = """
+import ctypes, json, os, sys
+parent, group, watch, marker, command = json.loads(sys.argv[1])
+if watch and sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)
+if group:
+    os.setpgid(0, 0)
+if os.getppid() != parent:
+    os._exit(1)
+if marker:
+    os.environ[marker[0]] = marker[1] + ":" + str(os.getpid())
+os.execv(command[0], command)
+"""
+
+
+class Process(Protocol):
+    """A worker's process.
+
+    Attributes:
+        pid: Its process id, which also names its process group if `group` is true.
+        group: Whether it leads a process group of its own.
+    """
+
+    pid: int
+    group: bool
+
+    def fileno(self) -> int:
+        """Returns a descriptor that is readable once the process has ended, or -1."""
+        ...
+
+    def poll(self) -> int | None:
+        """Returns the exit code (negative: the signal) once it has ended; ends what it left."""
+        ...
+
+    def close(self) -> None:
+        """Closes the handle's descriptors."""
+        ...
+
+
+class ChildProcess:
+    """A child of this process, made by a fork or through `start`."""
+
+    def __init__(
+        self, pid: int, *, group: bool, popen: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        self.pid = pid
+        self.group = group
+        self._popen = popen
+        self._code: int | None = None
+        self._pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
+        if group:
+            # Also done by the child: whichever is first, nobody signals a group not yet made.
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, pid)
+
+    def fileno(self) -> int:
+        """Returns a descriptor that is readable once the process has ended, or -1."""
+        return self._pidfd
+
+    def poll(self) -> int | None:
+        """Returns the exit code (negative: the signal) once it has ended; ends what it left."""
+        if self._code is None:
+            self._code = reap(self.pid, group=self.group)
+            if self._code is not None and self._popen is not None:
+                self._popen.returncode = self._code
+        return self._code
+
+    def close(self) -> None:
+        """Closes the handle's descriptors."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+def reap(pid: int, *, group: bool, block: bool = False) -> int | None:
+    """Reaps a child that has ended, after ending the rest of its process group.
+
+    The child is looked at before it is reaped: until then its id cannot name anybody else's group.
+
+    Returns:
+        Its exit code, negative for a signal; None if it has not ended.
+    """
+    options = os.WEXITED | os.WNOWAIT | (0 if block else os.WNOHANG)
+    if os.waitid(os.P_PID, pid, options) is None:
+        return None
+    if group:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def send_signal(process: Process, number: int) -> None:
+    """Sends a signal to a process and all that it started; nothing if it has ended."""
+    if process.poll() is not None:
+        return
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if process.group:
+            os.killpg(process.pid, number)
+        else:
+            os.kill(process.pid, number)
+
+
+def start(
+    command: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    cwd: str,
+    descriptors: Sequence[int],
+    stdin: int | None,
+    stdout: int | None = None,
+    group: bool,
+    marker: tuple[str, str] | None = None,
+) -> ChildProcess:
+    """Starts a program as a watched child.
+
+    Args:
+        command: The program's absolute path and its arguments.
+        environ: Its whole environment.
+        cwd: Its working directory.
+        descriptors: What it inherits, under the same numbers.
+        stdin: Its standard input; None for this process's.
+        stdout: Its standard output; None for this process's.
+        group: Whether it leads a process group of its own.
+        marker: A variable and the start of its value, which `:` and its process id complete.
+    """
+    watch = threading.current_thread() is threading.main_thread()
+    order = json.dumps([os.getpid(), group, watch, marker, list(command)])
+    popen = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, order],
+        env=dict(environ),
+        cwd=cwd,
+        pass_fds=descriptors,
+        stdin=stdin,
+        stdout=stdout,
+    )
+    return ChildProcess(popen.pid, group=group, popen=popen)
+
+
+def watch_parent(parent: int, *, by_main_thread: bool) -> None:
+    """Has the kernel end this forked process when its parent ends.
+
+    The kernel ties this to the *thread* that forked, so it is left to the control channel when
+    that was not the main one.
+    """
+    if sys.platform != "linux" or not by_main_thread:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def interpreter(module: str, descriptor: int, search_path: Sequence[str]) -> list[str]:
+    """Returns the command of an interpreter like this one that runs `main` of our module.
+
+    Args:
+        module: The module.
+        descriptor: The argument of `main`: the control channel's descriptor.
+        search_path: Its module search path.
+    """
+    program = (
+        f"import sys; sys.path[:] = {list(search_path)!r}; "
+        f"from {module} import main; main({descriptor})"
+    )
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, "-c", program]
+
+
+def leads_group(rank: int) -> bool:
+    """Tells whether a rank leads a process group of its own.
+
+    All do, except rank 0 on a terminal: outside the terminal's foreground group, `input()` and
+    the debugger would stop the process instead of reading.
+    """
+    return rank != 0 or not _on_terminal()
+
+
+def _on_terminal() -> bool:
+    try:
+        return os.isatty(0)
+    except OSError:
+        return False

@@ -1,0 +1,119 @@
+"""How ranks meet: a listening socket bound before anybody starts, a store on it, a group by call.
+
+The launcher binds the port and hands the listening socket to rank 0, so the port cannot be taken
+by somebody else between its choice and its use. The server of the store is an object of its own:
+dropping it frees whoever waits in the store, which nothing else does.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+LOOPBACK = "127.0.0.1"
+
+# Long enough for the threads of a failed gloo group to have nothing left to do. The destructor
+# joins them while it holds the interpreter's lock, which a busy one would need: for ever.
+_IDLE_SECONDS = 0.05
+
+
+def listen() -> socket.socket:
+    """Binds a free port of the loopback interface and listens on it."""
+    listening = socket.socket()
+    listening.bind((LOOPBACK, 0))
+    listening.listen(1024)
+    return listening
+
+
+class Rendezvous:
+    """A rank's connection to the store of its world.
+
+    Args:
+        host: Address of the store.
+        port: Its port.
+        server: Whether this process hosts it.
+        listening: Descriptor of the bound socket that the server takes over, or None to bind.
+        timeout: Seconds to wait for the server and for the keys of others.
+    """
+
+    def __init__(
+        self, host: str, port: int, *, server: bool, listening: int | None, timeout: float
+    ) -> None:
+        from torch.distributed import TCPStore
+
+        options: dict[str, Any] = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False}
+        if server:
+            given = {} if listening is None else {"master_listen_fd": listening}
+            self._server: TCPStore | None = TCPStore(host, port, is_master=True, **given, **options)
+        else:
+            self._server = None
+        self._store = TCPStore(host, port, is_master=False, **options)
+
+    def join(
+        self,
+        key: str,
+        *,
+        backend: str,
+        rank: int,
+        world_size: int,
+        timeout: float | None,
+        device: torch.device,
+    ) -> None:
+        """Makes the default process group of one call.
+
+        Args:
+            key: Name of the call; the same on all ranks and never used before in this world.
+            backend: torch's process-group backend.
+            rank: This rank.
+            world_size: Number of ranks.
+            timeout: Seconds a collective may take, or None for torch's default.
+            device: The rank's device.
+        """
+        import torch.distributed as dist
+
+        given: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
+        if device.type == "cuda":
+            given["device_id"] = device
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(key, self._store),
+            rank=rank,
+            world_size=world_size,
+            **given,
+        )
+
+    def drop_server(self) -> None:
+        """Ends the store, if this process hosts it; every wait in it raises at once."""
+        self._server = None
+
+
+def leave(*, failed: bool) -> None:
+    """Destroys the process groups of this process, if it has any.
+
+    Args:
+        failed: Whether operations may have been cut off; then our own references are the last to
+            die, outside the user's frames and after the groups' threads have come to rest.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return
+    groups = list(dist.distributed_c10d._world.pg_map)
+    dist.destroy_process_group()
+    if failed:
+        time.sleep(_IDLE_SECONDS)
+    groups.clear()
+
+
+def close_descriptor(descriptor: int) -> None:
+    """Closes a descriptor that may already be closed."""
+    try:
+        os.close(descriptor)
+    except OSError:
+        pass

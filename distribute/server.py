@@ -1,0 +1,130 @@
+"""The fork server: a process that has imported torch and forks workers on request.
+
+It does nothing else, so it has no threads and no accelerator context, and a fork of it is safe.
+It is the parent of the workers, so it also reports their ends.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import traceback
+from dataclasses import dataclass
+from typing import NoReturn
+
+from distribute import forked, worker
+from distribute.channel import Channel, own_fork
+from distribute.link import WatchedLink
+from distribute.messages import Ready
+from distribute.place import Place
+from distribute.process import reap
+
+
+@dataclass(frozen=True)
+class Order:
+    """To the server: make a worker.
+
+    Its descriptors are the worker's channel, the pipe for its exit status, its three standard
+    streams, and for rank 0 the listening socket of the rendezvous.
+    """
+
+    place: Place
+    group: bool
+
+
+def main(descriptor: int) -> NoReturn:
+    """Is the program of the fork server."""
+    channel = Channel.inherited(descriptor)
+    forked.preload()
+    channel.send(None)
+    _Serving(channel).run()
+
+
+class _Serving:
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._selector = selectors.DefaultSelector()
+        self._children: dict[int, tuple[int, int, bool]] = {}  # pid: pidfd, status pipe, group
+
+    def run(self) -> NoReturn:
+        self._selector.register(self._channel, selectors.EVENT_READ, None)
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    self._serve()
+                else:
+                    self._bury(key.data)
+
+    def _serve(self) -> None:
+        try:
+            order, descriptors = self._channel.receive_with()
+        except EOFError:
+            self._leave()
+        pid = self._fork(order, descriptors)
+        status = descriptors.pop(1)
+        for one in descriptors:
+            os.close(one)
+        pidfd = os.pidfd_open(pid)
+        self._children[pid] = pidfd, status, order.group
+        self._selector.register(pidfd, selectors.EVENT_READ, pid)
+        try:
+            self._channel.send(pid)
+        except OSError:
+            self._leave()
+
+    def _fork(self, order: Order, descriptors: list[int]) -> int:
+        parent = os.getpid()
+        with own_fork():
+            pid = os.fork()
+        if pid == 0:
+            _child(order, descriptors, self, parent)
+        return pid
+
+    def _bury(self, pid: int) -> None:
+        pidfd, status, group = self._children.pop(pid)
+        code = reap(pid, group=group)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        try:
+            os.write(status, str(code).encode())
+        except OSError:
+            pass  # the launcher no longer wants to know
+        os.close(status)
+
+    def _leave(self) -> NoReturn:
+        for pid, (_, _, group) in self._children.items():
+            try:
+                (os.killpg if group else os.kill)(pid, signal.SIGKILL)
+            except OSError:
+                pass  # it has ended
+        os._exit(0)
+
+    def forget(self) -> None:
+        """Closes, in a child, what belongs to the server."""
+        self._selector.close()
+        for pidfd, status, _ in self._children.values():
+            os.close(pidfd)
+            os.close(status)
+
+
+def _child(order: Order, descriptors: list[int], serving: _Serving, parent: int) -> NoReturn:
+    try:
+        serving.forget()
+        channel = Channel.inherited(descriptors[0])
+        channel.keep_only()
+        os.close(descriptors[1])
+        for number, one in enumerate(descriptors[2:5]):
+            os.dup2(one, number)
+            os.close(one)
+        listening = descriptors[5] if len(descriptors) > 5 else None
+        forked.enter(order.place, group=order.group, parent=parent, watch=True)
+        link = WatchedLink(channel, group=order.group)
+        worker.serve(
+            link, worker.Seat(order.place, listening), ready=Ready(order.place.rank)
+        )
+    except BaseException:
+        traceback.print_exc()
+        worker.flush()
+    finally:
+        os._exit(1)

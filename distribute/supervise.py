@@ -1,0 +1,446 @@
+"""Watching the ranks of one call: the first failure ends the rest, and nobody waits for ever.
+
+A supervisor is an event loop over the control channels and the process handles of all ranks. It
+runs in the caller's thread when the caller is no rank itself, and in a thread of its own under
+re-exec. It goes through three phases: all *ready*, all *joined*, all with an *outcome*.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from distribute.channel import Channel
+from distribute.errors import CallMismatch, DistributeError, JoinTimeout, WorkerDied
+from distribute.interrupt import Guard
+from distribute.messages import Call, Close, Go, Joined, Ready, Site, Stop
+from distribute.outcome import Outcome
+from distribute.process import Process, send_signal
+
+# How long an error that looks like an echo waits for its cause.
+ECHO_SECONDS = 1.0
+# How often the rank in the calling process is asked to leave, and processes without a descriptor
+# of their own are looked at.
+_KNOCK_SECONDS = 0.05
+# When the caller's own rank has not left by this time after the grace period, it never will.
+_LAST_RESORT_SECONDS = 5.0
+# Waiting for ranks gets a line on stderr after this.
+_NOTICE_SECONDS = 10.0
+
+
+@dataclass
+class Worker:
+    """The launcher's side of one rank.
+
+    Attributes:
+        rank: Its rank.
+        channel: The launcher's end of its control channel.
+        process: Its process, or None for the rank in the calling process.
+        ready: What it reported when it was in place.
+    """
+
+    rank: int
+    channel: Channel
+    process: Process | None
+    ready: Ready | None = None
+
+
+@dataclass
+class Failure(Exception):
+    """Raised when a call did not succeed.
+
+    Attributes:
+        cause: The error that is the caller's news.
+        rank: The rank that it comes from, or None.
+        outcomes: What became of each rank, as far as known.
+    """
+
+    cause: BaseException
+    rank: int | None = None
+    outcomes: list[Outcome] = field(default_factory=list[Outcome])
+
+
+class NotReady(DistributeError):
+    """Raised when forked workers did not prove themselves in time; another method takes over."""
+
+
+class Supervisor:
+    """Takes a set of workers through one call.
+
+    Args:
+        workers: All ranks in order.
+        call: Makes the call for the workers once they are ready.
+        grace: Seconds between SIGTERM and SIGKILL.
+        rendezvous_timeout: Seconds until all have joined.
+        ready_timeout: Seconds until all are ready, or None for `rendezvous_timeout`; then
+            `NotReady` is the cause.
+        guard: Frees the rank in the calling process.
+        free_store: Frees that rank from a wait in the store.
+        wakeup: A descriptor that receives the numbers of arriving signals, or -1.
+        site: The call site of the launcher, which those of the workers must equal.
+    """
+
+    def __init__(
+        self,
+        workers: list[Worker],
+        call: Callable[[], Call],
+        *,
+        grace: float,
+        rendezvous_timeout: float,
+        ready_timeout: float | None = None,
+        guard: Guard | None = None,
+        free_store: Callable[[], None] | None = None,
+        wakeup: int = -1,
+        site: Site | None = None,
+    ) -> None:
+        self.workers = workers
+        self._make_call = call
+        self._grace = grace
+        self._timeout = rendezvous_timeout
+        self._ready_timeout = ready_timeout
+        self._guard = guard
+        self._free_store = free_store
+        self._wakeup = wakeup
+        self._site = site
+        self._selector = selectors.DefaultSelector()
+        self._began = time.monotonic()
+        self._noticed = False
+        self._called = False
+        self._going = False
+        self._joined: set[int] = set()
+        self._gone: set[int] = set()
+        self.outcomes: dict[int, Outcome] = {}
+        self._suspect: float | None = None
+        self.cause: BaseException | None = None
+        self._cause_rank: int | None = None
+        self._kill_at: float | None = None
+        self._killed = False
+
+    # -- the loop ------------------------------------------------------------------------------
+
+    def run(self) -> list[Outcome]:
+        """Runs until every rank has returned, or has been ended after a failure.
+
+        Raises:
+            Failure: The call did not succeed.
+        """
+        try:
+            self._register()
+            self._advance()
+            while not self._finished():
+                for key, _ in self._selector.select(self._patience()):
+                    key.data()
+                self._tick(time.monotonic())
+        except BaseException:
+            self._kill()
+            raise
+        finally:
+            self._selector.close()
+        outcomes = [self.outcomes[rank] for rank in sorted(self.outcomes)]
+        if self.cause is not None:
+            for one in outcomes:
+                one.drop()
+            raise Failure(self.cause, self._cause_rank, outcomes)
+        return outcomes
+
+    def stop(self, cause: BaseException) -> None:
+        """Ends all ranks because of something that is no rank's outcome."""
+        if self.cause is None:
+            self._settle(cause)
+
+    def _register(self) -> None:
+        for worker in self.workers:
+            self._selector.register(
+                worker.channel, selectors.EVENT_READ, lambda one=worker: self._hear(one)
+            )
+            process = worker.process
+            if process is not None and process.fileno() >= 0:
+                self._selector.register(
+                    process.fileno(), selectors.EVENT_READ, lambda one=worker: self._look(one)
+                )
+        if self._wakeup >= 0:
+            self._selector.register(self._wakeup, selectors.EVENT_READ, self._hear_signal)
+
+    def _finished(self) -> bool:
+        if self.cause is None:
+            return len(self.outcomes) == len(self.workers)
+        return all(
+            worker.rank in (self.outcomes if worker.process is None else self._gone)
+            for worker in self.workers
+        )
+
+    def _patience(self) -> float | None:
+        now = time.monotonic()
+        times: list[float] = []
+        if any(one.process is not None and one.process.fileno() < 0 for one in self.workers):
+            times.append(now + _KNOCK_SECONDS)
+        if self.cause is not None:
+            times.append(now + _KNOCK_SECONDS)
+        elif self._suspect is not None:
+            times.append(self._suspect)
+        elif len(self._joined) < len(self.workers):
+            times.append(self._began + self._limit())
+            if not self._noticed:
+                times.append(self._began + _NOTICE_SECONDS)
+        return max(0.0, min(times) - now) if times else None
+
+    def _tick(self, now: float) -> None:
+        for worker in self.workers:
+            if worker.process is not None and worker.process.fileno() < 0:
+                self._look(worker)
+        if self.cause is None:
+            if self._suspect is not None and now >= self._suspect:
+                self._settle(self._first_failure())
+            elif len(self._joined) < len(self.workers):
+                self._check_joining(now)
+            return
+        if not self._killed and self._kill_at is not None and now >= self._kill_at:
+            self._kill()
+        self._free_local(now)
+
+    # -- events --------------------------------------------------------------------------------
+
+    def _hear(self, worker: Worker) -> None:
+        try:
+            message = worker.channel.receive()
+        except (EOFError, OSError):
+            self._selector.unregister(worker.channel)
+            return
+        if isinstance(message, Ready):
+            worker.ready = message
+        elif isinstance(message, Joined):
+            self._joined.add(message.rank)
+        elif isinstance(message, Outcome):
+            self._record(message)
+        self._advance()
+
+    def _look(self, worker: Worker) -> None:
+        process = worker.process
+        if process is None or worker.rank in self._gone:
+            return
+        code = process.poll()
+        if code is None:
+            return
+        self._gone.add(worker.rank)
+        if process.fileno() >= 0:
+            self._selector.unregister(process.fileno())
+        self._drain(worker)
+        if worker.rank not in self.outcomes:
+            self._record(self._death(worker, code))
+
+    def _drain(self, worker: Worker) -> None:
+        """Hears what a process said before it ended."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(worker.channel, selectors.EVENT_READ)
+            while worker.channel in self._selector.get_map() and selector.select(0):
+                self._hear(worker)
+
+    def _death(self, worker: Worker, code: int) -> Outcome:
+        if worker.ready is None:
+            detail = "before it was in place"
+            if self._site is not None:
+                detail = f"before its script arrived at {self._site}"
+        elif worker.rank not in self._joined:
+            detail = "before it joined the others"
+        else:
+            detail = ""
+        if code < 0:
+            return Outcome(worker.rank, "killed", signal=-code, detail=detail)
+        return Outcome(worker.rank, "exited", exit_code=code, detail=detail)
+
+    def _hear_signal(self) -> None:
+        numbers = os.read(self._wakeup, 4096)
+        if signal.SIGINT in numbers and self.cause is None:
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                self._settle(KeyboardInterrupt())
+
+    # -- progress ------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        if self.cause is not None:
+            return
+        if not self._called and all(worker.ready is not None for worker in self.workers):
+            self._called = True
+            mismatch = self._mismatch()
+            if mismatch is not None:
+                self._settle(mismatch)
+                return
+            self._send_call()
+        if self._called and len(self._joined) == len(self.workers) and not self._going:
+            self._going = True
+            self._send_all(Go())
+
+    def _send_call(self) -> None:
+        call = self._make_call()
+        try:
+            self._send_all(call)
+        finally:
+            if call.payload is not None:
+                call.payload.close()
+
+    def _send_all(self, message: Any) -> None:
+        for worker in self.workers:
+            # The rank in this process has its task already.
+            mine = message
+            if worker.process is None and isinstance(message, Call):
+                mine = replace(message, payload=None)
+            try:
+                worker.channel.send(mine)
+            except OSError:
+                pass  # it has ended; its handle says so
+
+    def _mismatch(self) -> CallMismatch | None:
+        for worker in self.workers:
+            site = worker.ready.site if worker.ready is not None else None
+            if self._site is not None and site is not None and site != self._site:
+                return CallMismatch(
+                    f"rank {worker.rank} called {site} while rank 0 called {self._site}: every "
+                    "process of a re-executed script must come to the same first distributed "
+                    "call; make the code above it do the same everywhere, or pass "
+                    'start_method="forkserver"'
+                )
+        return None
+
+    def _record(self, outcome: Outcome) -> None:
+        self.outcomes[outcome.rank] = outcome
+        if not outcome.failed or self.cause is not None:
+            return
+        if outcome.echo or outcome.kind == "freed":
+            if self._suspect is None:
+                self._suspect = time.monotonic() + ECHO_SECONDS
+            return
+        self._settle(self._first_failure())
+
+    def _first_failure(self) -> BaseException:
+        failed = [one for one in self.outcomes.values() if one.failed]
+        first = min(failed, key=lambda one: (one.kind == "freed", one.echo, one.time))
+        self._cause_rank = first.rank
+        return first.error()
+
+    def _check_joining(self, now: float) -> None:
+        waited = now - self._began
+        if waited >= self._limit():
+            self._settle(self._late())
+        elif waited >= _NOTICE_SECONDS and not self._noticed:
+            self._noticed = True
+            missing = self._missing()
+            there = len(self.workers) - len(missing)
+            sys.stderr.write(
+                f"distribute: {there} of {len(self.workers)} ranks have joined, "
+                f"missing {', '.join(map(str, missing))}\n"
+            )
+
+    def _limit(self) -> float:
+        if self._ready_timeout is not None and not self._called:
+            return self._ready_timeout
+        return self._timeout
+
+    def _missing(self) -> list[int]:
+        return [
+            worker.rank
+            for worker in self.workers
+            if (worker.ready is None if not self._called else worker.rank not in self._joined)
+        ]
+
+    def _late(self) -> BaseException:
+        ranks = ", ".join(map(str, self._missing()))
+        if self._ready_timeout is not None and not self._called:
+            return NotReady(f"rank(s) {ranks} not ready")
+        return JoinTimeout(
+            f"rank(s) {ranks} of {len(self.workers)} did not join within "
+            f"{self._timeout:g} s (rendezvous_timeout); see whether they are stuck before the "
+            "call, or allow more time"
+        )
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _settle(self, cause: BaseException) -> None:
+        """Fixes the cause of the failure and begins to end everybody."""
+        self.cause = cause
+        self._kill_at = time.monotonic() + self._grace
+        for worker in self.workers:
+            if worker.process is not None:
+                send_signal(worker.process, signal.SIGTERM)
+            elif worker.rank not in self.outcomes:
+                try:
+                    worker.channel.send(Stop())
+                except OSError:
+                    pass  # it has just left by itself
+
+    def _kill(self) -> None:
+        self._killed = True
+        for worker in self.workers:
+            if worker.process is not None:
+                send_signal(worker.process, signal.SIGKILL)
+
+    def _free_local(self, now: float) -> None:
+        if self._guard is None or self._kill_at is None:
+            return
+        if any(one.process is None and one.rank not in self.outcomes for one in self.workers):
+            if self._free_store is not None:
+                self._free_store()
+            self._guard.knock()
+            if now >= self._kill_at + _LAST_RESORT_SECONDS:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        import faulthandler
+        import traceback
+
+        assert self.cause is not None
+        sys.stderr.write(
+            "distribute: rank 0 cannot be freed, so its process ends here. The cause:\n"
+            + "".join(traceback.format_exception(self.cause))
+        )
+        faulthandler.dump_traceback(all_threads=True)
+        sys.stderr.flush()
+        self._kill()
+        os._exit(1)
+
+
+def close(workers: list[Worker], grace: float) -> None:
+    """Lets idle workers leave, ends those that do not, and reaps them all."""
+    for worker in workers:
+        try:
+            worker.channel.send(Close())
+        except OSError:
+            pass  # it has left
+    end(workers, grace)
+
+
+def end(workers: list[Worker], grace: float) -> None:
+    """Waits for the processes of workers to end, by force after the grace period."""
+    limit = time.monotonic() + grace
+    with selectors.DefaultSelector() as selector:
+        running = [one for one in workers if one.process is not None and one.process.poll() is None]
+        for worker in running:
+            if worker.process is not None and worker.process.fileno() >= 0:
+                selector.register(worker.process.fileno(), selectors.EVENT_READ)
+        while running:
+            left = limit - time.monotonic()
+            if left <= 0:
+                for worker in running:
+                    if worker.process is not None:
+                        send_signal(worker.process, signal.SIGKILL)
+            selector.select(min(max(left, 0.001), _KNOCK_SECONDS))
+            for worker in list(running):
+                process = worker.process
+                if process is not None and process.poll() is not None:
+                    running.remove(worker)
+                    if process.fileno() >= 0:
+                        selector.unregister(process.fileno())
+    for worker in workers:
+        worker.channel.close()
+        if worker.process is not None:
+            worker.process.close()
+
+
+def died_early(rank: int, code: int) -> WorkerDied:
+    """Makes the error of a worker that ended outside any call."""
+    return WorkerDied(rank, code if code >= 0 else None, -code if code < 0 else None)

@@ -1,0 +1,141 @@
+"""What a call runs: the user's function with its arguments, and where the context goes."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import typing
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from distribute.payload import Payload, pack
+
+
+@dataclass
+class Task:
+    """A function and its arguments.
+
+    Attributes:
+        function: What to call; a bound method where the user's function is one. None in a task
+            for a re-executed worker, which has come to the call with its own function.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        context_at: Position of the context among the positional arguments, or None.
+    """
+
+    function: Callable[..., Any] | None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    context_at: int | None = None
+
+    def run(self, context: object) -> Any:
+        """Calls the function."""
+        assert self.function is not None
+        return self.function(*self.given(context), **self.kwargs)
+
+    def given(self, context: object) -> tuple[Any, ...]:
+        """Returns the positional arguments with the context in its place."""
+        if self.context_at is None:
+            return self.args
+        return (*self.args[: self.context_at], context, *self.args[self.context_at :])
+
+    def completed_by(self, own: Task) -> Task:
+        """Fills in what could not be sent from the task that a worker came to the call with."""
+        args = tuple(
+            own.args[one.key] if isinstance(one, Own) else one  # type: ignore[index]
+            for one in self.args
+        )
+        kwargs = {
+            name: own.kwargs[name] if isinstance(one, Own) else one
+            for name, one in self.kwargs.items()
+        }
+        return Task(self.function or own.function, args, kwargs, own.context_at)
+
+
+@dataclass(frozen=True)
+class Own:
+    """Stands for an argument that could not be sent: the receiver has one of its own."""
+
+    key: int | str
+
+
+def context_position(function: Callable[..., Any]) -> int | None:
+    """Returns which positional argument is to be the context, or None.
+
+    It is the first one (after `self` or `cls`, where these are not bound yet) if it is annotated
+    with `Context` (as a string too), or is called `ctx` and has no annotation.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    position = 1 if parameters and parameters[0].name in ("self", "cls") else 0
+    if position >= len(parameters):
+        return None
+    one = parameters[position]
+    if one.kind not in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD):
+        return None
+    if one.annotation is inspect.Parameter.empty:
+        return position if one.name == "ctx" else None
+    return position if _is_context(one.annotation, function) else None
+
+
+def _is_context(annotation: object, function: Callable[..., Any]) -> bool:
+    module = sys.modules.get("distribute.context")
+    context = getattr(module, "Context", None)
+    if isinstance(annotation, str):
+        # Not evaluated: what is imported under TYPE_CHECKING does not exist at run time.
+        root, *path = annotation.strip("'\" ").split(".")
+        found = getattr(inspect.unwrap(function), "__globals__", {}).get(root)
+        if found is None:
+            return [root, *path][-1] == "Context"
+        for name in path:
+            found = getattr(found, name, None)
+        return found is context
+    if isinstance(annotation, typing.ForwardRef):
+        return annotation.__forward_arg__ == "Context"
+    return annotation is context
+
+
+def check_arguments(task: Task) -> None:
+    """Raises the `TypeError` that the call would raise, before anything is started."""
+    assert task.function is not None
+    try:
+        signature = inspect.signature(task.function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*task.given(None), **task.kwargs)
+    except TypeError as error:
+        name = getattr(task.function, "__qualname__", repr(task.function))
+        raise TypeError(f"{name}(): {error}") from None
+
+
+def pack_arguments(task: Task, main_names: frozenset[str]) -> Payload:
+    """Packs a task without its function, for workers that have come to the call themselves.
+
+    An argument that cannot be sent is replaced by the worker's own, with a warning.
+    """
+    try:
+        return pack(Task(None, task.args, task.kwargs), main_names=main_names)
+    except Exception:
+        args = tuple(_sendable(index, one, main_names) for index, one in enumerate(task.args))
+        kwargs = {name: _sendable(name, one, main_names) for name, one in task.kwargs.items()}
+        return pack(Task(None, args, kwargs), main_names=main_names)
+
+
+def _sendable(key: int | str, value: object, main_names: frozenset[str]) -> object:
+    try:
+        pack(value, main_names=main_names).close()
+    except Exception as error:
+        name = f"argument {key!r}" if isinstance(key, str) else f"argument {key + 1}"
+        warnings.warn(
+            f"{name} ({type(value).__name__}) cannot be sent to the other ranks "
+            f"({type(error).__name__}: {error}); they use the one that they made themselves when "
+            "the script ran there",
+            stacklevel=2,
+        )
+        return Own(key)
+    return value

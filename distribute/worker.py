@@ -1,0 +1,268 @@
+"""A worker: one process from its first step to its last, the same for every start method.
+
+    launcher                         worker
+       |  (process is started)          |   settle: directory, search path, threads, device
+       |  <---------- Ready ----------- |   prove (after a fork): threads work
+       |  ----------- Call -----------> |   unpack the task, join the call's process group
+       |  <---------- Joined ---------- |
+       |  ------------ Go ------------> |   once all ranks have joined: run the function
+       |  <---------- Outcome --------- |   leave the process group
+       |  ------- Call or Close ------> |   again, or end
+
+The rank in the calling process (re-exec, attached, inline) takes the same steps without the
+process: `run_call` is what all of them share.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from distribute import ambient, devices, outcome, rendezvous
+from distribute.channel import Channel
+from distribute.context import Context, entered
+from distribute.interrupt import WorldEnded
+from distribute.link import Link, WatchedLink
+from distribute.messages import Call, Close, Go, Joined, Ready, Stop
+from distribute.outcome import Outcome
+from distribute.environment import WORKER_MARKER
+from distribute.place import Place, marked
+from distribute.rendezvous import Rendezvous
+from distribute.task import Task
+from distribute.world import World
+
+
+class Seat:
+    """A rank's standing facts and its connection to the store, kept from call to call."""
+
+    def __init__(self, place: Place, listening: int | None) -> None:
+        self.place = place
+        self.device = devices.device(place.accelerator, place.device_index)
+        self._listening = listening
+        self._rendezvous: Rendezvous | None = None
+
+    def join(self, call: Call) -> Context:
+        """Joins the process group of a call, if the world has more than one rank."""
+        plan, rank = call.plan, self.place.rank
+        if plan.world_size > 1:
+            if self._rendezvous is None:
+                self._rendezvous = Rendezvous(
+                    rendezvous.LOOPBACK,
+                    call.port,
+                    server=rank == 0,
+                    listening=self._listening,
+                    timeout=plan.rendezvous_timeout,
+                )
+            self._rendezvous.join(
+                f"call-{call.number}",
+                backend=plan.backend,
+                rank=rank,
+                world_size=plan.world_size,
+                timeout=plan.timeout,
+                device=self.device,
+            )
+        world = World(
+            rank=rank,
+            local_rank=rank,
+            node_rank=0,
+            world_size=plan.world_size,
+            local_world_size=plan.world_size,
+            num_nodes=1,
+            device=self.device,
+            backend=plan.backend,
+            seed=call.seed,
+            grouped=plan.world_size > 1,
+        )
+        return Context(world)
+
+    def free(self) -> None:
+        """Frees whoever waits in the store; called by the supervisor's thread."""
+        if self._rendezvous is not None:
+            self._rendezvous.drop_server()
+
+
+def run_call(
+    seat: Seat,
+    call: Call,
+    take: Callable[[], Task],
+    link: Link,
+    *,
+    local: bool,
+    guarded: Callable[[Callable[[], Any]], Any] | None = None,
+) -> Outcome:
+    """Takes one rank through one call, up to and including its report.
+
+    Args:
+        seat: The rank.
+        call: The call.
+        take: Returns the task.
+        link: The control channel.
+        local: Whether this is the calling process, which keeps the value itself.
+        guarded: Runs a function such that the supervisor can free it, or None.
+    """
+    rank = seat.place.rank
+    try:
+        task = take()
+        context = seat.join(call)
+        link.send(Joined(rank))
+        while not isinstance(message := link.receive(), Go):
+            if isinstance(message, Stop):
+                raise WorldEnded
+        call.settings.apply()
+        set_streams(call)
+        value = run_user(context, task, guarded)
+        result = outcome.returned(rank, value, local=local)
+        if rank == 0 and call.plan.seed is None and not local:
+            result.streams = ambient.Streams.capture()
+    except WorldEnded:
+        result = Outcome(rank, "freed")
+    except SystemExit as error:
+        result = _system_exit(rank, error, local=local)
+    except BaseException as error:
+        result = outcome.raised(rank, error, local=local)
+    flush()
+    link.send(replace(result, local=None) if local else result)
+    if result.payload is not None:
+        result.payload.close()
+    return result
+
+
+def run_user(
+    context: Context, task: Task, guarded: Callable[[Callable[[], Any]], Any] | None = None
+) -> Any:
+    """Calls the user's function with its context."""
+    with entered(context):
+        if guarded is None:
+            return task.run(context)
+        return guarded(lambda: task.run(context))
+
+
+def set_streams(call: Call) -> None:
+    """Starts the random-number generators of a rank: all ranks alike."""
+    if call.plan.seed is None:
+        call.streams.restore()
+    else:
+        ambient.seed_all(call.plan.seed)
+
+
+def serve(
+    link: Link,
+    seat: Seat,
+    *,
+    ready: Ready,
+    first: Task | None = None,
+) -> NoReturn:
+    """Works for the launcher until it closes the channel.
+
+    Args:
+        link: The control channel.
+        seat: The rank.
+        ready: What to report first.
+        first: The task of a call that carries none, or the part of it that is already here.
+    """
+    link.send(ready)
+    while not isinstance(message := link.receive(), Close):
+        assert isinstance(message, Call)
+        result = run_call(seat, message, _taker(message, first), link, local=False)
+        if not result.failed:
+            rendezvous.leave(failed=False)
+        del result
+    flush()
+    os._exit(0)
+
+
+def _taker(call: Call, first: Task | None) -> Callable[[], Task]:
+    def take() -> Task:
+        if call.payload is None:
+            assert first is not None
+            return first
+        try:
+            sent: Task = call.payload.load()
+        finally:
+            call.payload.close()
+        return sent if first is None or sent.function is not None else sent.completed_by(first)
+
+    return take
+
+
+def settle(place: Place) -> None:
+    """Makes this process a worker in its place, whatever it was before."""
+    os.environ.clear()
+    os.environ.update(place.environ)
+    os.environ[WORKER_MARKER] = marked(os.getpid())
+    os.chdir(place.cwd)
+    os.umask(place.umask)
+    sys.path[:] = place.sys_path
+    sys.argv[:] = place.argv
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    settle_threads(place)
+    enable_faulthandler()
+
+
+def settle_threads(place: Place) -> None:
+    """Limits torch to this rank's part of the cores, unless the user has chosen a number."""
+    if place.threads is not None:
+        import torch
+
+        torch.set_num_threads(place.threads)
+
+
+def enable_faulthandler() -> None:
+    """Shows Python stacks when a worker crashes, unless the user has chosen otherwise."""
+    if not faulthandler.is_enabled():
+        try:
+            faulthandler.enable()
+        except (ValueError, RuntimeError, AttributeError):
+            pass  # stderr is no real file here; a crash then shows no stack
+
+
+def prove() -> None:
+    """Runs what hangs in a badly forked child: a parallel operation and a matrix product."""
+    import torch
+
+    torch.ones(1 << 16).add_(1).sum()
+    torch.ones(64, 64) @ torch.ones(64, 64)
+
+
+def main(descriptor: int) -> NoReturn:
+    """Is the program of a worker that starts as a fresh interpreter."""
+    channel = Channel.inherited(descriptor)
+    place: Place = channel.receive()
+    listening: int | None = channel.receive()
+    settle(place)
+    link = WatchedLink(channel, group=os.getpgrp() == os.getpid())
+    serve(link, Seat(place, listening), ready=Ready(place.rank))
+
+
+def main_names() -> frozenset[str]:
+    """Returns the qualified names of the classes that this process's `__main__` defines."""
+    found = vars(sys.modules["__main__"])
+    return frozenset(
+        one.__qualname__
+        for one in found.values()
+        if isinstance(one, type) and one.__module__ == "__main__"
+    )
+
+
+def flush() -> None:
+    """Writes out what the standard streams hold back."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, ValueError, OSError):
+            pass  # closed, or never there
+
+
+def _system_exit(rank: int, error: SystemExit, *, local: bool) -> Outcome:
+    if error.code is None or error.code == 0:
+        return outcome.returned(rank, None, local=local)
+    code = error.code if isinstance(error.code, int) else 1
+    text = "" if isinstance(error.code, int) else f" with {error.code!r}"
+    return outcome.exited(rank, code, f"when its function called sys.exit{text}")
