@@ -166,7 +166,7 @@ def _indices(world: World, loader: TorchLoader, asked: Asked, key: LoaderKey) ->
         uneven = _policy(asked, drop_last, default)
         return Split(world.world_size, world.rank, size, uneven)
 
-    kind: type[Any] = type(sampler)
+    kind: object = type(sampler)
     if kind is DistributedSampler:
         # Its shares are not ours, so what it would share out is taken instead.
         source: Source = Positions(

@@ -7,7 +7,6 @@ dropping it frees whoever waits in the store, which nothing else does.
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from datetime import timedelta
@@ -87,6 +86,7 @@ class Rendezvous:
             world_size=world_size,
             **given,
         )
+        hold_groups()
 
     def drop_server(self) -> None:
         """Ends the store, if this process hosts it; every wait in it raises at once."""
@@ -102,18 +102,21 @@ def leave(*, failed: bool) -> None:
     """
     import torch.distributed as dist
 
-    if not dist.is_initialized():
-        return
-    groups = list(dist.distributed_c10d._world.pg_map)
-    dist.destroy_process_group()
-    if failed:
+    hold_groups()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if failed and _held:
         time.sleep(_IDLE_SECONDS)
-    groups.clear()
+    _held.clear()
 
 
-def close_descriptor(descriptor: int) -> None:
-    """Closes a descriptor that may already be closed."""
-    try:
-        os.close(descriptor)
-    except OSError:
-        pass
+# References to the process groups of the running call. The user's function may drop or destroy
+# them at any moment; none of its frames is to hold the last reference to one.
+_held: list[Any] = []
+
+
+def hold_groups() -> None:
+    """Keeps the process groups that exist now alive until `leave`."""
+    import torch.distributed as dist
+
+    _held.extend(dist.distributed_c10d._world.pg_map)

@@ -364,6 +364,8 @@ class Supervisor:
         """Fixes the cause of the failure and begins to end everybody."""
         self.cause = cause
         self._kill_at = time.monotonic() + self._grace
+        if self._free_store is not None:
+            self._free_store()
         for worker in self.workers:
             if worker.process is not None:
                 send_signal(worker.process, signal.SIGTERM)
@@ -383,8 +385,6 @@ class Supervisor:
         if self._guard is None or self._kill_at is None:
             return
         if any(one.process is None and one.rank not in self.outcomes for one in self.workers):
-            if self._free_store is not None:
-                self._free_store()
             self._guard.knock()
             if now >= self._kill_at + _LAST_RESORT_SECONDS:
                 self._give_up()

@@ -82,6 +82,7 @@ class Seat:
 
     def free(self) -> None:
         """Frees whoever waits in the store; called by the supervisor's thread."""
+        rendezvous.hold_groups()
         if self._rendezvous is not None:
             self._rendezvous.drop_server()
 
