@@ -76,16 +76,21 @@ class Settings:
         )
 
     def apply(self) -> None:
-        """Sets the settings of this process."""
+        """Sets those settings of this process that differ."""
         import torch
 
-        torch.set_default_dtype(self.default_dtype)
-        torch.set_float32_matmul_precision(self.matmul_precision)
-        torch.use_deterministic_algorithms(
-            self.deterministic, warn_only=self.deterministic_warn_only
-        )
-        cudnn = torch.backends.cudnn
-        cudnn.enabled, cudnn.benchmark, cudnn.deterministic = self.cudnn
+        now = Settings.capture()
+        if now.default_dtype != self.default_dtype:
+            torch.set_default_dtype(self.default_dtype)
+        if now.matmul_precision != self.matmul_precision:
+            torch.set_float32_matmul_precision(self.matmul_precision)
+        wanted = self.deterministic, self.deterministic_warn_only
+        if (now.deterministic, now.deterministic_warn_only) != wanted:
+            # Not without need: this imports torch's compiler, which takes seconds.
+            torch.use_deterministic_algorithms(wanted[0], warn_only=wanted[1])
+        if now.cudnn != self.cudnn:
+            cudnn = torch.backends.cudnn
+            cudnn.enabled, cudnn.benchmark, cudnn.deterministic = self.cudnn
 
 
 def seed_all(seed: int) -> None:

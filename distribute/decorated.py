@@ -81,6 +81,16 @@ else:
         def _self_request(self):
             return self._self_parent._self_request
 
+        @property
+        def __func__(self):
+            # What `inspect` asks of something that says it is a method.
+            return self._self_parent
+
+        def __reduce_ex__(self, protocol):
+            if self._self_instance is None:  # a static method, or reached through its class
+                return payload.imported, (self.__module__, self.__qualname__)
+            return getattr, (self._self_instance, self.__name__)
+
     class Distributed(_Calling, wrapt.FunctionWrapper):
         """A function that runs on every device when it is called."""
 

@@ -6,6 +6,8 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from distribute import worker
 from distribute.place import Place
@@ -16,9 +18,21 @@ PRELOADED = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo")
 
 
 def preload() -> None:
-    """Imports what every rank will need."""
-    for name in PRELOADED:
-        importlib.import_module(name)
+    """Imports what every rank will need; the environment is as before."""
+    with unchanged_environment():
+        for name in PRELOADED:
+            importlib.import_module(name)
+
+
+@contextmanager
+def unchanged_environment() -> Iterator[None]:
+    """Drops the variables that torch's compiler sets while it is imported."""
+    had = set(os.environ)
+    try:
+        yield
+    finally:
+        for name in [one for one in os.environ if one not in had and one.startswith("TORCH")]:
+            del os.environ[name]
 
 
 def enter(place: Place, *, group: bool, parent: int, watch: bool) -> None:

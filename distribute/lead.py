@@ -214,9 +214,11 @@ def _placed(place: Place) -> Iterator[None]:
     """Gives this process the surroundings of rank 0, and its own back afterwards."""
     import torch
 
-    before = {name: os.environ.get(name) for name in RANK_VARIABLES if name in place.environ}
+    # torch's compiler, which a first DDP model imports, sets the last one.
+    names = (*RANK_VARIABLES, "TORCHINDUCTOR_CACHE_DIR")
+    before = {name: os.environ.get(name) for name in names}
     threads = torch.get_num_threads()
-    os.environ.update({name: place.environ[name] for name in before})
+    os.environ.update({name: place.environ[name] for name in names if name in place.environ})
     if place.threads is not None:
         torch.set_num_threads(place.threads)
     try:
