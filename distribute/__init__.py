@@ -16,7 +16,8 @@ from distribute.errors import (
     WorkerDied,
     WorkerError,
 )
-from distribute.plan import Options, Plan
+from distribute.plan import Plan
+from distribute.request import Options
 
 if TYPE_CHECKING:
     from distribute.context import Context, current

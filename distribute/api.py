@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar,
 from distribute import engine
 from distribute.decorated import Distributed
 from distribute.errors import RequestError
-from distribute.plan import Options, Request
+from distribute.request import Options, Request
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -60,9 +60,7 @@ def distributed(
 @overload
 def distributed(fn: Callable[P, R], /) -> Distributed[P, R]: ...
 @overload
-def distributed(
-    *, returns: Literal["main"] = "main", **options: Unpack[Options]
-) -> Decorator: ...
+def distributed(*, returns: Literal["main"] = "main", **options: Unpack[Options]) -> Decorator: ...
 @overload
 def distributed(*, returns: Literal["all"], **options: Unpack[Options]) -> DecoratorOfAll: ...
 def distributed(fn: Any = None, /, **options: Any) -> Any:

@@ -136,7 +136,7 @@ def _close_inherited_ends() -> None:
             end.close()
 
 
-class own_fork:  # noqa: N801 (reads as a statement)
+class own_fork:
     """Marks a fork of our own, whose child chooses which ends to keep."""
 
     def __enter__(self) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar,
 import wrapt
 
 from distribute import engine, payload
-from distribute.plan import Plan, Request
+from distribute.plan import Plan
+from distribute.request import Request
 from distribute.task import context_position
 
 P = ParamSpec("P")

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from distribute.environment import is_worker
 from distribute.errors import RequestError
 from distribute.messages import Site
-from distribute.plan import Plan, Request, resolve
+from distribute.plan import Plan, resolve
+from distribute.request import Request
 from distribute.task import Task, check_arguments, context_position
 
 if TYPE_CHECKING:

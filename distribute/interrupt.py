@@ -47,9 +47,12 @@ class Guard:
         self._handled_before: BaseException | None = None
         self._thread = threading.get_ident()
         self._previous: Any = None
+        self._hook = sys.unraisablehook
 
     def __enter__(self) -> Guard:
         self._previous = signal.signal(SIGNAL, self._on_signal)
+        self._hook = sys.unraisablehook
+        sys.unraisablehook = self._unraisable
         return self
 
     def __exit__(
@@ -60,6 +63,7 @@ class Guard:
     ) -> None:
         self._armed = False
         signal.signal(SIGNAL, self._previous)
+        sys.unraisablehook = self._hook
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Calls the function; only while it runs does the signal mean anything.
@@ -82,6 +86,11 @@ class Guard:
             self._deadline = time.monotonic() + self._grace
         if self._armed:
             signal.pthread_kill(self._thread, SIGNAL)
+
+    def _unraisable(self, swallowed: sys.UnraisableHookArgs) -> None:
+        # Swallowed by a `__del__` or a callback: not news, since the signal comes again.
+        if not isinstance(swallowed.exc_value, WorldEnded):
+            self._hook(swallowed)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._armed or self._deadline is None:

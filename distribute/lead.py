@@ -1,14 +1,14 @@
 """Rank 0 in the calling process: the function runs here, and a thread watches the other ranks.
 
-    main thread                      supervisor thread
-       |  run the function               |  hear the other ranks, look at their processes
-       |                                 |  a rank fails: end the others, free this one
-       |  <- peers' sockets close ------ |    a collective raises
-       |  <- server of the store gone -- |    a wait in the store raises
-       |  <- signal, again and again --- |    Python code raises WorldEnded
-       |  outcome ---------------------> |
-       |  wait for the thread            |  all have ended
-       |  let the failed group die       |
+main thread                      supervisor thread
+   |  run the function               |  hear the other ranks, look at their processes
+   |                                 |  a rank fails: end the others, free this one
+   |  <- peers' sockets close ------ |    a collective raises
+   |  <- server of the store gone -- |    a wait in the store raises
+   |  <- signal, again and again --- |    Python code raises WorldEnded
+   |  outcome ---------------------> |
+   |  wait for the thread            |  all have ended
+   |  let the failed group die       |
 """
 
 from __future__ import annotations
@@ -111,13 +111,16 @@ class Led:
             watch = _Watch(supervisor)
             watch.start()
             result = _lead(self.seat, task, theirs, guard)
-            if not result.failed:
-                rendezvous.leave(failed=False)
-            interrupted = watch.finish()
-            if watch.error is not None or interrupted is not None:
-                _forget_frames(result)
-                rendezvous.leave(failed=True)
-            return _conclude(watch, result, interrupted)
+            try:
+                if not result.failed:
+                    rendezvous.leave(failed=False)
+                interrupted = watch.finish()
+                if watch.error is not None or interrupted is not None:
+                    _forget_frames(result)
+                    rendezvous.leave(failed=True)
+                return _conclude(watch, result, interrupted)
+            finally:
+                del result  # as in `worker.run_call`
 
     def close(self) -> None:
         """Lets the other ranks leave; they are gone afterwards."""
@@ -132,12 +135,13 @@ def _lead(seat: worker.Seat, task: Task, link: Channel, guard: Guard) -> Outcome
         message = link.receive()
         if isinstance(message, Call):
             streams = message.streams if message.plan.seed is not None else None
-            result = worker.run_call(
-                seat, message, lambda: task, link, local=True, guarded=guard.run
-            )
-            if streams is not None:
-                streams.restore()
-            return result
+            try:
+                return worker.run_call(
+                    seat, message, lambda: task, link, local=True, guarded=guard.run
+                )
+            finally:
+                if streams is not None:
+                    streams.restore()
         result = Outcome(0, "freed")
     except BaseException as error:
         # Interrupted outside the user's function.
@@ -146,24 +150,28 @@ def _lead(seat: worker.Seat, task: Task, link: Channel, guard: Guard) -> Outcome
         link.send(replace(result, local=None))
     except OSError:
         pass  # the supervisor has ended already
-    return result
+    try:
+        return result
+    finally:
+        del result
 
 
-def _conclude(
-    watch: _Watch, result: Outcome, interrupted: BaseException | None
-) -> list[Outcome]:
+def _conclude(watch: _Watch, result: Outcome, interrupted: BaseException | None) -> list[Outcome]:
     if interrupted is not None:
         raise Failure(interrupted)
     if watch.error is None:
         return [result, *watch.outcomes[1:]]
-    error = watch.error
-    if isinstance(error, Failure) and result.kind == "raised":
-        told = result.local
-        if isinstance(error.cause, KeyboardInterrupt) and isinstance(told, KeyboardInterrupt):
-            error.cause = told
-        elif error.rank == 0:
-            error.cause = result.error()
-    raise error
+    error, watch.error = watch.error, None
+    try:
+        if isinstance(error, Failure) and result.kind == "raised":
+            interrupts = isinstance(result.local, KeyboardInterrupt)
+            if isinstance(error.cause, KeyboardInterrupt) and interrupts:
+                error.cause = result.local
+            elif error.rank == 0:
+                error.cause = result.error()
+        raise error
+    finally:
+        del error, result
 
 
 def _forget_frames(result: Outcome) -> None:

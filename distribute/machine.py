@@ -1,17 +1,53 @@
-"""Reads the facts that `plan.resolve` chooses by."""
+"""The facts about a machine and a process that `plan.resolve` chooses by."""
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from distribute import command, devices
-from distribute.plan import Machine
 
 
-def read(
-    *, earlier_calls: bool, kept: tuple[int, ...] | None, kept_accelerator: str
-) -> Machine:
+@dataclass(frozen=True)
+class Machine:
+    """Facts about the machine and this process that a choice depends on.
+
+    Attributes:
+        accelerators: Count of present devices by torch's device type, the CPU left out.
+        backends: Process-group backends that this torch has.
+        cores: CPU cores that this process may use.
+        can_fork: Whether the platform has a fork that torch survives.
+        live_accelerator: Whether this process holds an accelerator context.
+        interactive: What kind of prompt or notebook this is, or empty.
+        main_thread: Whether the caller is the main thread.
+        other_threads: Whether other Python threads are running.
+        script: The command that runs this program again, or empty.
+        no_script: Why there is no such command.
+        earlier_calls: Whether this process has made a distributed call before.
+        kept: Device indices of living re-executed workers at their call, or None.
+        kept_accelerator: Their device type.
+        group: Rank, size and backend of a process group that the caller holds, or None.
+    """
+
+    accelerators: Mapping[str, int] = field(default_factory=dict[str, int])
+    backends: frozenset[str] = frozenset({"gloo"})
+    cores: int = 1
+    can_fork: bool = True
+    live_accelerator: bool = False
+    interactive: str = ""
+    main_thread: bool = True
+    other_threads: bool = False
+    script: tuple[str, ...] = ()
+    no_script: str = ""
+    earlier_calls: bool = False
+    kept: tuple[int, ...] | None = None
+    kept_accelerator: str = ""
+    group: tuple[int, int, str] | None = None
+
+
+def read(*, earlier_calls: bool, kept: tuple[int, ...] | None, kept_accelerator: str) -> Machine:
     """Reads the facts about this machine and this process.
 
     Args:

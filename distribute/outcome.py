@@ -103,10 +103,8 @@ class Outcome:
         if self.kind in ("exited", "killed", "freed"):
             return WorkerDied(self.rank, self.exit_code, self.signal, self.detail)
         assert self.raised is not None
-        if isinstance(self.local, BaseException):
-            error = self.local
-        else:
-            error = self._rebuilt(self.raised)
+        local = isinstance(self.local, BaseException)
+        error: BaseException = self.local if local else self._rebuilt(self.raised)
         error.add_note(f"raised by rank {self.rank} ({self.raised.where})")
         return error
 

@@ -248,7 +248,7 @@ def importable(module_name: str | None) -> bool:
 _STDLIB = frozenset(sys.stdlib_module_names) | {"torch", "distribute", "cloudpickle", "numpy"}
 
 
-class _by_value:  # noqa: N801 (reads as a statement)
+class _by_value:
     """Lets cloudpickle send a function or class by value when its module cannot be imported."""
 
     def __init__(self, obj: object) -> None:

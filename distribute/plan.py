@@ -6,135 +6,31 @@ about the machine and the process, and returns a plan or raises `RequestError`.
 
 from __future__ import annotations
 
-import difflib
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from datetime import timedelta
-from typing import Any, Literal, TypedDict, cast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 from distribute.environment import External, external_world
 from distribute.errors import RequestError
-
-StartMethod = Literal["reexec", "fork", "forkserver", "spawn"]
-Method = Literal["inline", "attached", "reexec", "fork", "forkserver", "spawn"]
-
-START_METHODS: tuple[StartMethod, ...] = ("reexec", "fork", "forkserver", "spawn")
-
-# What a strategy's name says about the start method; "ddp" leaves it open.
-STRATEGIES: dict[str, StartMethod | None] = {
-    "auto": None,
-    "ddp": None,
-    "ddp_spawn": "spawn",
-    "ddp_fork": "fork",
-    "ddp_notebook": "fork",
-    "ddp_forkserver": "forkserver",
-}
+from distribute.machine import Machine
+from distribute.request import (
+    START_METHODS,
+    STRATEGIES,
+    Request,
+    StartMethod,
+    indices,
+    one_of,
+    positive,
+    seconds,
+    seed,
+)
 
 # torch's device types that a rank can compute on, with the names people also use.
 _ACCELERATORS = ("cpu", "cuda", "mps", "xpu", "mtia", "hpu")
 
 
-class Options(TypedDict, total=False):
-    """The keyword-only options of `distributed` and `run`, except `returns`.
-
-    Attributes:
-        devices: Devices of each node: a number, a list of indices, or `"auto"` (all accelerators;
-            one process on a machine without). Default `"auto"`.
-        num_nodes: Nodes; more than one needs an external launcher, where it is an assertion.
-            Default 1.
-        strategy: `"ddp"`, or `"ddp_spawn"`, `"ddp_fork"`, `"ddp_notebook"`, `"ddp_forkserver"` to
-            fix the start method too. Default `"auto"`.
-        start_method: `"reexec"`, `"fork"`, `"forkserver"` or `"spawn"`. Default `"auto"`.
-        accelerator: torch's device type, such as `"cuda"` (or `"gpu"`) and `"cpu"`. Default
-            `"auto"`.
-        backend: torch's process-group backend. Default `"auto"`: nccl on CUDA, gloo on CPU.
-        timeout: Seconds, or a `timedelta`, that a collective may take. Default: torch's.
-        rendezvous_timeout: Seconds until all ranks have joined. Default 120.
-        grace: Seconds between SIGTERM and SIGKILL for the ranks of a failed call. Default 5.
-        seed: Seed of torch, numpy and `random` in the function. Default: go on with the caller's
-            streams.
-    """
-
-    devices: int | Sequence[int] | Literal["auto"]
-    num_nodes: int
-    strategy: str
-    start_method: str
-    accelerator: str
-    backend: str
-    timeout: float | timedelta | None
-    rendezvous_timeout: float | timedelta
-    grace: float | timedelta
-    seed: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the user said, with the defaults for what was left unsaid. See `Options`."""
-
-    devices: int | Sequence[int] | Literal["auto"] = "auto"
-    num_nodes: int = 1
-    strategy: str = "auto"
-    start_method: str = "auto"
-    accelerator: str = "auto"
-    backend: str = "auto"
-    timeout: float | timedelta | None = None
-    rendezvous_timeout: float | timedelta = 120.0
-    grace: float | timedelta = 5.0
-    returns: str = "main"
-    seed: int | None = None
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Request:
-        """Makes a request of keyword options.
-
-        Raises:
-            TypeError: There is no such option.
-        """
-        names = [one.name for one in fields(cls)]
-        for name in options:
-            if name not in names:
-                near = difflib.get_close_matches(name, names, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}"
-                raise TypeError(f"{name!r} is not an option: {hint}")
-        return cls(**options)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Facts about the machine and this process that a choice depends on.
-
-    Attributes:
-        accelerators: Count of present devices by torch's device type, the CPU left out.
-        backends: Process-group backends that this torch has.
-        cores: CPU cores that this process may use.
-        can_fork: Whether the platform has a fork that torch survives.
-        live_accelerator: Whether this process holds an accelerator context.
-        interactive: What kind of prompt or notebook this is, or empty.
-        main_thread: Whether the caller is the main thread.
-        other_threads: Whether other Python threads are running.
-        script: The command that runs this program again, or empty.
-        no_script: Why there is no such command.
-        earlier_calls: Whether this process has made a distributed call before.
-        kept: Device indices of living re-executed workers at their call, or None.
-        kept_accelerator: Their device type.
-        group: Rank, size and backend of a process group that the caller holds, or None.
-    """
-
-    accelerators: Mapping[str, int] = field(default_factory=dict[str, int])
-    backends: frozenset[str] = frozenset({"gloo"})
-    cores: int = 1
-    can_fork: bool = True
-    live_accelerator: bool = False
-    interactive: str = ""
-    main_thread: bool = True
-    other_threads: bool = False
-    script: tuple[str, ...] = ()
-    no_script: str = ""
-    earlier_calls: bool = False
-    kept: tuple[int, ...] | None = None
-    kept_accelerator: str = ""
-    group: tuple[int, int, str] | None = None
+Method = Literal["inline", "attached", "reexec", "fork", "forkserver", "spawn"]
 
 
 @dataclass(frozen=True)
@@ -220,18 +116,18 @@ def resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> P
         RequestError: It cannot be done; nothing was started.
     """
     wanted = _wanted_start_method(request)
-    returns = _one_of("returns", request.returns, ("main", "all"))
+    returns = one_of("returns", request.returns, ("main", "all"))
     external = external_world(environ)
-    num_nodes = _positive("num_nodes", request.num_nodes)
+    num_nodes = positive("num_nodes", request.num_nodes)
     accelerator, devices = _devices(request, machine, external)
     backend = _backend(request, machine, accelerator)
     rest: dict[str, Any] = {
         "accelerator": accelerator,
-        "timeout": _seconds("timeout", request.timeout),
-        "rendezvous_timeout": _seconds("rendezvous_timeout", request.rendezvous_timeout),
-        "grace": _seconds("grace", request.grace, least=0.0),
+        "timeout": seconds("timeout", request.timeout),
+        "rendezvous_timeout": seconds("rendezvous_timeout", request.rendezvous_timeout),
+        "grace": seconds("grace", request.grace, least=0.0),
         "returns": returns,
-        "seed": _seed(request.seed),
+        "seed": seed(request.seed),
         "cores": machine.cores,
     }
     if machine.group is not None:
@@ -269,9 +165,9 @@ def resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> P
 
 
 def _wanted_start_method(request: Request) -> StartMethod | None:
-    strategy = _one_of("strategy", request.strategy, tuple(STRATEGIES))
+    strategy = one_of("strategy", request.strategy, tuple(STRATEGIES))
     implied = STRATEGIES[strategy]
-    given = _one_of("start_method", request.start_method, ("auto", *START_METHODS))
+    given = one_of("start_method", request.start_method, ("auto", *START_METHODS))
     if given == "auto":
         return implied
     if implied not in (None, given):
@@ -369,67 +265,44 @@ def _devices(
     request: Request, machine: Machine, external: External | None
 ) -> tuple[str, tuple[int, ...]]:
     asked = request.devices
-    indices = _indices(asked)
-    accelerator = _accelerator(request, machine, indices)
+    wanted = indices(asked)
+    accelerator = _accelerator(request, machine, wanted)
     present = machine.accelerators.get(accelerator, 0)
     if accelerator == "cpu":
         if isinstance(asked, str):
             return accelerator, (0,)
-        assert indices is not None
-        return accelerator, tuple(range(len(indices)))
+        assert wanted is not None
+        return accelerator, tuple(range(len(wanted)))
     if isinstance(asked, str):
         return accelerator, tuple(range(present))
-    assert indices is not None
+    assert wanted is not None
     # A launcher that shows each process its own device only has already done the choosing.
     isolated = external is not None and present == 1
-    if not isolated and max(indices) >= present:
+    if not isolated and max(wanted) >= present:
         raise RequestError(
             f"devices={asked!r}",
             f"this machine has {present} {accelerator} device(s)",
             f"ask for at most {present}, or pass accelerator='cpu'",
         )
-    if accelerator == "mps" and len(indices) > 1:
+    if accelerator == "mps" and len(wanted) > 1:
         raise RequestError(
             f"devices={asked!r} on mps",
             "there is one device, and no process-group backend for it",
             "pass devices=1, or accelerator='cpu'",
         )
-    return accelerator, indices
+    return accelerator, wanted
 
 
-def _indices(asked: object) -> tuple[int, ...] | None:
-    if asked == "auto":
-        return None
-    if isinstance(asked, int) and not isinstance(asked, bool):
-        if asked >= 1:
-            return tuple(range(asked))
-        fact = "the number of devices of each node is at least 1"
-    elif isinstance(asked, Sequence) and not isinstance(asked, str):
-        given = cast("Sequence[object]", asked)
-        numbers = [one for one in given if isinstance(one, int) and not isinstance(one, bool)]
-        if len(numbers) == len(given) and numbers and min(numbers) >= 0:
-            if len(set(numbers)) == len(numbers):
-                return tuple(numbers)
-            fact = "an index is there twice, and two ranks cannot share a device"
-        else:
-            fact = "a list of devices holds at least one index from 0"
-    else:
-        fact = "it is neither a number, nor a list of indices, nor 'auto'"
-    raise RequestError(
-        f"devices={asked!r}", fact, 'pass a number such as 2, indices such as [0, 1], or "auto"'
-    )
-
-
-def _accelerator(request: Request, machine: Machine, indices: tuple[int, ...] | None) -> str:
+def _accelerator(request: Request, machine: Machine, wanted: tuple[int, ...] | None) -> str:
     present = machine.accelerators
     asked = request.accelerator
     if asked == "auto":
         best = next(iter(present), "cpu")
         # mps has one device: a larger world is possible on the CPU only.
-        return "cpu" if best == "mps" and indices is not None and len(indices) > 1 else best
+        return "cpu" if best == "mps" and wanted is not None and len(wanted) > 1 else best
     if asked == "gpu":
         asked = next(iter(present), "cuda")
-    _one_of("accelerator", asked, ("auto", "gpu", *_ACCELERATORS))
+    one_of("accelerator", asked, ("auto", "gpu", *_ACCELERATORS))
     if asked != "cpu" and not present.get(asked):
         have = ", ".join(present) or "no accelerator"
         raise RequestError(
@@ -457,8 +330,8 @@ def _backend(request: Request, machine: Machine, accelerator: str) -> str:
 
 
 def _check_external(request: Request, external: External) -> None:
-    indices = _indices(request.devices)
-    if indices is not None and len(indices) != external.local_world_size:
+    wanted = indices(request.devices)
+    if wanted is not None and len(wanted) != external.local_world_size:
         raise RequestError(
             f"devices={request.devices!r}",
             f"{external.by} started {external.local_world_size} processes on this node",
@@ -470,42 +343,3 @@ def _check_external(request: Request, external: External) -> None:
             f"{external.by} started {external.num_nodes} node(s)",
             "leave num_nodes out to take what is there",
         )
-
-
-def _one_of(name: str, value: object, valid: tuple[str, ...]) -> str:
-    if isinstance(value, str) and value in valid:
-        return value
-    near = difflib.get_close_matches(str(value), valid, 1)
-    raise RequestError(
-        f"{name}={value!r}",
-        f"there are {', '.join(map(repr, valid))}",
-        f"did you mean {near[0]!r}?" if near else "pass one of them",
-    )
-
-
-def _positive(name: str, value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    raise RequestError(f"{name}={value!r}", "it is a whole number from 1", "pass such a number")
-
-
-def _seconds(name: str, value: object, least: float | None = None) -> float | None:
-    if value is None and name == "timeout":
-        return None
-    seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    if isinstance(seconds, int | float) and not isinstance(seconds, bool):
-        if seconds > 0 or seconds == least:
-            return float(seconds)
-    raise RequestError(
-        f"{name}={value!r}", "it is a positive number of seconds", "pass a number or a timedelta"
-    )
-
-
-def _seed(value: object) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63:
-        return value
-    raise RequestError(
-        f"seed={value!r}", "a seed is a whole number from 0 to 2**63 - 1", "pass such a number"
-    )

@@ -120,9 +120,7 @@ def _child(order: Order, descriptors: list[int], serving: _Serving, parent: int)
         listening = descriptors[5] if len(descriptors) > 5 else None
         forked.enter(order.place, group=order.group, parent=parent, watch=True)
         link = WatchedLink(channel, group=order.group)
-        worker.serve(
-            link, worker.Seat(order.place, listening), ready=Ready(order.place.rank)
-        )
+        worker.serve(link, worker.Seat(order.place, listening), ready=Ready(order.place.rank))
     except BaseException:
         traceback.print_exc()
         worker.flush()

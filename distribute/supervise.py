@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distribute.channel import Channel
-from distribute.errors import CallMismatch, DistributeError, JoinTimeout, WorkerDied
+from distribute.errors import CallMismatch, DistributeError, JoinTimeout
 from distribute.interrupt import Guard
 from distribute.messages import Call, Close, Go, Joined, Ready, Site, Stop
 from distribute.outcome import Outcome
@@ -256,9 +256,9 @@ class Supervisor:
 
     def _hear_signal(self) -> None:
         numbers = os.read(self._wakeup, 4096)
-        if signal.SIGINT in numbers and self.cause is None:
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                self._settle(KeyboardInterrupt())
+        ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if signal.SIGINT in numbers and ours and self.cause is None:
+            self._settle(KeyboardInterrupt())
 
     # -- progress ------------------------------------------------------------------------------
 
@@ -416,31 +416,19 @@ def close(workers: list[Worker], grace: float) -> None:
 
 def end(workers: list[Worker], grace: float) -> None:
     """Waits for the processes of workers to end, by force after the grace period."""
+    processes = [worker.process for worker in workers if worker.process is not None]
     limit = time.monotonic() + grace
-    with selectors.DefaultSelector() as selector:
-        running = [one for one in workers if one.process is not None and one.process.poll() is None]
-        for worker in running:
-            if worker.process is not None and worker.process.fileno() >= 0:
-                selector.register(worker.process.fileno(), selectors.EVENT_READ)
-        while running:
-            left = limit - time.monotonic()
-            if left <= 0:
-                for worker in running:
-                    if worker.process is not None:
-                        send_signal(worker.process, signal.SIGKILL)
+    while running := [one for one in processes if one.poll() is None]:
+        left = limit - time.monotonic()
+        if left <= 0:
+            for one in running:
+                send_signal(one, signal.SIGKILL)
+        with selectors.DefaultSelector() as selector:
+            for one in running:
+                if one.fileno() >= 0:
+                    selector.register(one.fileno(), selectors.EVENT_READ)
             selector.select(min(max(left, 0.001), _KNOCK_SECONDS))
-            for worker in list(running):
-                process = worker.process
-                if process is not None and process.poll() is not None:
-                    running.remove(worker)
-                    if process.fileno() >= 0:
-                        selector.unregister(process.fileno())
     for worker in workers:
         worker.channel.close()
-        if worker.process is not None:
-            worker.process.close()
-
-
-def died_early(rank: int, code: int) -> WorkerDied:
-    """Makes the error of a worker that ended outside any call."""
-    return WorkerDied(rank, code if code >= 0 else None, -code if code < 0 else None)
+    for one in processes:
+        one.close()

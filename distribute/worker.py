@@ -26,11 +26,11 @@ from typing import Any, NoReturn
 from distribute import ambient, devices, outcome, rendezvous
 from distribute.channel import Channel
 from distribute.context import Context, entered
+from distribute.environment import WORKER_MARKER
 from distribute.interrupt import WorldEnded
 from distribute.link import Link, WatchedLink
 from distribute.messages import Call, Close, Go, Joined, Ready, Stop
 from distribute.outcome import Outcome
-from distribute.environment import WORKER_MARKER
 from distribute.place import Place, marked
 from distribute.rendezvous import Rendezvous
 from distribute.task import Task
@@ -126,11 +126,15 @@ def run_call(
         result = _system_exit(rank, error, local=local)
     except BaseException as error:
         result = outcome.raised(rank, error, local=local)
-    flush()
-    link.send(replace(result, local=None) if local else result)
-    if result.payload is not None:
-        result.payload.close()
-    return result
+    try:
+        flush()
+        link.send(replace(result, local=None) if local else result)
+        result.drop()
+        return result
+    finally:
+        # The exception's traceback holds this frame: together they would be garbage that keeps
+        # models and sockets until the next collection.
+        del result
 
 
 def run_user(

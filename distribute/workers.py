@@ -95,9 +95,7 @@ def planned_places(plan: Plan, port: int) -> list[Place]:
     )
 
 
-def make_all(
-    wanted: Iterable[Place], make: Make, listening: socket.socket | None
-) -> list[Worker]:
+def make_all(wanted: Iterable[Place], make: Make, listening: socket.socket | None) -> list[Worker]:
     """Makes a worker for each place; all or none."""
     members: list[Worker] = []
     try:

@@ -16,11 +16,13 @@ import pickle
 import selectors
 import signal
 import socket
+import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn
+from contextlib import ExitStack
+from typing import IO, Any, NoReturn
 
 import torch
 import torch._dynamo  # DDP's constructor would import it in every rank
@@ -41,32 +43,35 @@ def alone() -> World:
 def on_ranks(world_size: int, fn: Callable[[World], Any], timeout: float = 30) -> list[Any]:
     """Calls `fn(world)` on every rank of a new world and returns the values in rank order.
 
-    Raises AssertionError with the tracebacks of the ranks that raised, and names those that gave
-    no value before the timeout. No process is left behind.
+    Raises AssertionError with the tracebacks of the ranks that raised, and the stacks of those
+    that gave no value before the timeout. No process is left behind.
     """
     listener = socket.create_server(("127.0.0.1", 0), backlog=world_size)
     release, hold = os.pipe()
     pids: list[int] = []
     pipes: list[int] = []
-    try:
-        for rank in range(world_size):
-            reader, writer = os.pipe()
-            pid = _fork()
-            if pid == 0:
-                os.close(hold)
-                _be_rank(fn, _world(rank, world_size), listener, writer, release, timeout)
-            os.close(writer)
-            pids.append(pid)
-            pipes.append(reader)
-        outcomes = _read_all(pipes, timeout)
-    finally:
-        listener.close()
-        os.close(release)
-        os.close(hold)
-        _end(pids)
-        for reader in pipes:
-            os.close(reader)
-    return _values(outcomes)
+    with ExitStack() as files:
+        stacks = [files.enter_context(tempfile.TemporaryFile()) for _ in range(world_size)]
+        try:
+            for rank in range(world_size):
+                reader, writer = os.pipe()
+                pid = _fork()
+                if pid == 0:
+                    os.close(hold)
+                    faulthandler.register(signal.SIGUSR1, file=stacks[rank])
+                    _be_rank(fn, _world(rank, world_size), listener, writer, release)
+                os.close(writer)
+                pids.append(pid)
+                pipes.append(reader)
+            outcomes = _read_all(pipes, timeout)
+        finally:
+            listener.close()
+            os.close(release)
+            os.close(hold)
+            _end(pids)
+            for reader in pipes:
+                os.close(reader)
+        return _values(outcomes, stacks)
 
 
 def _fork() -> int:
@@ -96,10 +101,8 @@ def _be_rank(
     listener: socket.socket,
     writer: int,
     release: int,
-    timeout: float,
 ) -> NoReturn:
     try:
-        faulthandler.dump_traceback_later(timeout * 0.9, file=2)
         torch.set_num_threads(1)  # the parent's OpenMP threads do not exist in a fork
         store = _join(world, listener)
         try:
@@ -170,25 +173,29 @@ def _read_all(pipes: list[int], timeout: float) -> list[tuple[bool, Any] | None]
 
 
 def _end(pids: list[int]) -> None:
-    """Reaps the ranks; those that do not leave by themselves within a second are killed."""
-    deadline = time.monotonic() + 1
+    """Reaps the ranks; those that do not leave by themselves are made to, and show their stacks."""
+    patience = {signal.SIGUSR1: 1.0, signal.SIGKILL: 0.3}
     waiting = set(pids)
-    while waiting:
-        waiting -= {pid for pid in waiting if os.waitpid(pid, os.WNOHANG)[0]}
-        if waiting and time.monotonic() > deadline:
-            for pid in waiting:
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.002)
+    for signum, seconds in patience.items():
+        deadline = time.monotonic() + seconds
+        while waiting and time.monotonic() < deadline:
+            waiting -= {pid for pid in waiting if os.waitpid(pid, os.WNOHANG)[0]}
+            time.sleep(0.002)
+        for pid in waiting:
+            os.kill(pid, signum)
+    for pid in waiting:
+        os.waitpid(pid, 0)
 
 
-def _values(outcomes: list[tuple[bool, Any] | None]) -> list[Any]:
-    reports = [
-        f"rank {rank} gave no value: it hung or died"
-        if outcome is None
-        else f"rank {rank} raised\n{outcome[1]}"
-        for rank, outcome in enumerate(outcomes)
-        if outcome is None or not outcome[0]
-    ]
+def _values(outcomes: list[tuple[bool, Any] | None], stacks: list[IO[bytes]]) -> list[Any]:
+    reports: list[str] = []
+    for rank, outcome in enumerate(outcomes):
+        if outcome is None:
+            stacks[rank].seek(0)
+            text = stacks[rank].read().decode() or "it had died"
+            reports.append(f"rank {rank} gave no value\n{text}")
+        elif not outcome[0]:
+            reports.append(f"rank {rank} raised\n{outcome[1]}")
     if reports:
         raise AssertionError("\n".join(reports))
     return [outcome[1] for outcome in outcomes if outcome is not None]

@@ -53,9 +53,7 @@ class _Forker:
             self._child(place, theirs, listening)
         return ChildProcess(pid, group=leads_group(place.rank))
 
-    def _child(
-        self, place: Place, channel: Channel, listening: socket.socket | None
-    ) -> NoReturn:
+    def _child(self, place: Place, channel: Channel, listening: socket.socket | None) -> NoReturn:
         try:
             channel.keep_only()
             group = leads_group(place.rank)

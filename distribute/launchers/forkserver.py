@@ -82,8 +82,8 @@ class Server:
     def __init__(self) -> None:
         self.variables = import_time_variables()
         self.owner = os.getpid()
-        self._channel, theirs = Channel.pair()
-        self._process: ChildProcess = process.start(
+        self.channel, theirs = Channel.pair()
+        self.process: ChildProcess = process.start(
             process.interpreter("distribute.server", theirs.fileno(), sys.path),
             environ={key: value for key, value in os.environ.items() if key != "PYTHONINSPECT"},
             cwd=os.getcwd(),
@@ -97,7 +97,7 @@ class Server:
     def wait(self) -> None:
         """Waits until the server has imported everything."""
         if not self._serving:
-            self._channel.receive()
+            self.channel.receive()
             self._serving = True
 
     def fork(
@@ -114,8 +114,8 @@ class Server:
             descriptors += [number if _is_open(number) else null for number in (0, 1, 2)]
             if listening is not None:
                 descriptors.append(listening.fileno())
-            self._channel.send_with(Order(place, group), descriptors)
-            pid: int = self._channel.receive()
+            self.channel.send_with(Order(place, group), descriptors)
+            pid: int = self.channel.receive()
         except BaseException:
             os.close(ours)
             raise
@@ -126,12 +126,12 @@ class Server:
 
     def alive(self) -> bool:
         """Tells whether the server can still serve this process."""
-        return self.owner == os.getpid() and self._process.poll() is None
+        return self.owner == os.getpid() and self.process.poll() is None
 
     def close(self) -> None:
         """Ends the server."""
-        self._channel.close()
-        supervise.end([Worker(-1, self._channel, self._process)], 1.0)
+        self.channel.close()
+        supervise.end([Worker(-1, self.channel, self.process)], 1.0)
 
 
 _lock = threading.Lock()
@@ -146,6 +146,16 @@ def import_time_variables() -> dict[str, str]:
         # The ranks' number of threads is set in each of them, whatever the server's is.
         if key.startswith(_IMPORT_TIME) and key != "OMP_NUM_THREADS"
     }
+
+
+def process_id() -> int | None:
+    """Returns the process id of the server, if there is one."""
+    return None if _server is None else _server.process.pid
+
+
+def descriptors() -> set[int]:
+    """Returns this process's descriptors that belong to the server."""
+    return set() if _server is None else {_server.channel.fileno(), _server.process.fileno()}
 
 
 def close() -> None:

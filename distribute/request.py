@@ -1,0 +1,157 @@
+"""What the user asked for, and whether each single value makes sense by itself."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any, Literal, TypedDict, cast
+
+from distribute.errors import RequestError
+
+StartMethod = Literal["reexec", "fork", "forkserver", "spawn"]
+
+START_METHODS: tuple[StartMethod, ...] = ("reexec", "fork", "forkserver", "spawn")
+
+# What a strategy's name says about the start method; "ddp" leaves it open.
+STRATEGIES: dict[str, StartMethod | None] = {
+    "auto": None,
+    "ddp": None,
+    "ddp_spawn": "spawn",
+    "ddp_fork": "fork",
+    "ddp_notebook": "fork",
+    "ddp_forkserver": "forkserver",
+}
+
+
+class Options(TypedDict, total=False):
+    """The keyword-only options of `distributed` and `run`, except `returns`.
+
+    Attributes:
+        devices: Devices of each node: a number, a list of indices, or `"auto"` (all accelerators;
+            one process on a machine without). Default `"auto"`.
+        num_nodes: Nodes; more than one needs an external launcher, where it is an assertion.
+            Default 1.
+        strategy: `"ddp"`, or `"ddp_spawn"`, `"ddp_fork"`, `"ddp_notebook"`, `"ddp_forkserver"` to
+            fix the start method too. Default `"auto"`.
+        start_method: `"reexec"`, `"fork"`, `"forkserver"` or `"spawn"`. Default `"auto"`.
+        accelerator: torch's device type, such as `"cuda"` (or `"gpu"`) and `"cpu"`. Default
+            `"auto"`.
+        backend: torch's process-group backend. Default `"auto"`: nccl on CUDA, gloo on CPU.
+        timeout: Seconds, or a `timedelta`, that a collective may take. Default: torch's.
+        rendezvous_timeout: Seconds until all ranks have joined. Default 120.
+        grace: Seconds between SIGTERM and SIGKILL for the ranks of a failed call. Default 5.
+        seed: Seed of torch, numpy and `random` in the function. Default: go on with the caller's
+            streams.
+    """
+
+    devices: int | Sequence[int] | Literal["auto"]
+    num_nodes: int
+    strategy: str
+    start_method: str
+    accelerator: str
+    backend: str
+    timeout: float | timedelta | None
+    rendezvous_timeout: float | timedelta
+    grace: float | timedelta
+    seed: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user said, with the defaults for what was left unsaid. See `Options`."""
+
+    devices: int | Sequence[int] | Literal["auto"] = "auto"
+    num_nodes: int = 1
+    strategy: str = "auto"
+    start_method: str = "auto"
+    accelerator: str = "auto"
+    backend: str = "auto"
+    timeout: float | timedelta | None = None
+    rendezvous_timeout: float | timedelta = 120.0
+    grace: float | timedelta = 5.0
+    returns: str = "main"
+    seed: int | None = None
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Request:
+        """Makes a request of keyword options.
+
+        Raises:
+            TypeError: There is no such option.
+        """
+        names = [one.name for one in fields(cls)]
+        for name in options:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names)}"
+                raise TypeError(f"{name!r} is not an option: {hint}")
+        return cls(**options)
+
+
+def indices(asked: object) -> tuple[int, ...] | None:
+    """Returns the device indices that `devices` names, or None for `"auto"`."""
+    if asked == "auto":
+        return None
+    if isinstance(asked, int) and not isinstance(asked, bool):
+        if asked >= 1:
+            return tuple(range(asked))
+        fact = "the number of devices of each node is at least 1"
+    elif isinstance(asked, Sequence) and not isinstance(asked, str):
+        given = cast("Sequence[object]", asked)
+        numbers = [one for one in given if isinstance(one, int) and not isinstance(one, bool)]
+        if len(numbers) == len(given) and numbers and min(numbers) >= 0:
+            if len(set(numbers)) == len(numbers):
+                return tuple(numbers)
+            fact = "an index is there twice, and two ranks cannot share a device"
+        else:
+            fact = "a list of devices holds at least one index from 0"
+    else:
+        fact = "it is neither a number, nor a list of indices, nor 'auto'"
+    raise RequestError(
+        f"devices={asked!r}", fact, 'pass a number such as 2, indices such as [0, 1], or "auto"'
+    )
+
+
+def one_of(name: str, value: object, valid: tuple[str, ...]) -> str:
+    """Returns the value if it is one of the valid words."""
+    if isinstance(value, str) and value in valid:
+        return value
+    near = difflib.get_close_matches(str(value), valid, 1)
+    raise RequestError(
+        f"{name}={value!r}",
+        f"there are {', '.join(map(repr, valid))}",
+        f"did you mean {near[0]!r}?" if near else "pass one of them",
+    )
+
+
+def positive(name: str, value: object) -> int:
+    """Returns the value if it is a whole number from 1."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    raise RequestError(f"{name}={value!r}", "it is a whole number from 1", "pass such a number")
+
+
+def seconds(name: str, value: object, least: float | None = None) -> float | None:
+    """Returns a duration in seconds; None only for `timeout`."""
+    if value is None and name == "timeout":
+        return None
+    given = value.total_seconds() if isinstance(value, timedelta) else value
+    number = isinstance(given, int | float) and not isinstance(given, bool)
+    if number and (given > 0 or given == least):
+        return float(given)
+    raise RequestError(
+        f"{name}={value!r}", "it is a positive number of seconds", "pass a number or a timedelta"
+    )
+
+
+def seed(value: object) -> int | None:
+    """Returns the value if it is a seed."""
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63:
+        return value
+    raise RequestError(
+        f"seed={value!r}", "a seed is a whole number from 0 to 2**63 - 1", "pass such a number"
+    )

@@ -1,0 +1,94 @@
+"""What holds for every test: nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from distribute.launchers import forkserver
+
+_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Checks that a test leaves no process, descriptor, temporary file, variable or handler.
+
+    The fork server may stay: it is there for the next call and ends with this process.
+    """
+    before = _Left()
+    yield
+    gc.collect()
+    limit = time.monotonic() + 5
+    while (problems := _Left().beyond(before)) and time.monotonic() < limit:
+        time.sleep(0.02)  # a killed process takes a moment to go
+    assert not problems, problems
+
+
+class _Left:
+    def __init__(self) -> None:
+        server = forkserver.process_id()
+        me = psutil.Process()
+        self.processes = {
+            child.pid: " ".join(_command(child))
+            for child in me.children(recursive=True)
+            if child.pid != server
+        }
+        self.descriptors = _descriptors() - forkserver.descriptors()
+        self.files = {
+            name for name in os.listdir(tempfile.gettempdir()) if name.startswith("distribute")
+        }
+        self.environ = {key: value for key, value in os.environ.items() if "PYTEST" not in key}
+        self.handlers = [signal.getsignal(number) for number in _SIGNALS]
+
+    def beyond(self, before: _Left) -> list[str]:
+        problems = [
+            f"process {pid}: {command}"
+            for pid, command in self.processes.items()
+            if pid not in before.processes
+        ]
+        new = self.descriptors - before.descriptors
+        problems += [f"descriptor {number}: {_target(number)}" for number in sorted(new)]
+        problems += [f"temporary file {name}" for name in self.files - before.files]
+        problems += [
+            f"variable {name}"
+            for name in self.environ.keys() | before.environ.keys()
+            if self.environ.get(name) != before.environ.get(name)
+        ]
+        if self.handlers != before.handlers:
+            problems.append("a signal handler")
+        return problems
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return ["?"]
+
+
+def _descriptors() -> set[int]:
+    found = {int(name) for name in os.listdir("/proc/self/fd")}
+    # The listing's own descriptor is closed again by now.
+    return {number for number in found if os.path.lexists(f"/proc/self/fd/{number}")}
+
+
+def _target(number: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except OSError:
+        return "?"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_server_left() -> Iterator[None]:
+    """Ends the fork server with the session."""
+    yield
+    forkserver.close()
