@@ -10,7 +10,7 @@ import hashlib
 import random
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 _MIX = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits: an odd constant that spreads small ranks
 
@@ -30,7 +30,7 @@ class Streams:
 
         numpy = sys.modules.get("numpy")
         return cls(
-            torch=bytes(torch.get_rng_state().untyped_storage().tolist()),
+            torch=bytes(cast("list[int]", torch.get_rng_state().tolist())),
             python=random.getstate(),
             numpy=None if numpy is None else numpy.random.get_state(),
         )

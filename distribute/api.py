@@ -6,7 +6,17 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
+)
 
 from distribute import engine
 from distribute.decorated import Distributed
@@ -83,27 +93,13 @@ def distributed(fn: Any = None, /, **options: Any) -> Any:
         TypeError: There is no such option.
     """
     request = Request.of(options)
-    if fn is None:
-        return lambda function: Distributed(_checked(function, "distributed"), request)
-    return Distributed(_checked(fn, "distributed"), request)
+
+    def decorate(function: Any) -> Distributed[..., Any]:
+        return Distributed(_checked(function, "distributed"), request)
+
+    return decorate if fn is None else decorate(fn)
 
 
-@overload
-def run(
-    fn: Callable[Concatenate[Context, ...], R],
-    /,
-    *args: Any,
-    returns: Literal["main"] = "main",
-    **options: Unpack[Options],
-) -> R: ...
-@overload
-def run(
-    fn: Callable[Concatenate[Context, ...], R],
-    /,
-    *args: Any,
-    returns: Literal["all"],
-    **options: Unpack[Options],
-) -> list[R]: ...
 @overload
 def run(
     fn: Callable[..., R],
@@ -149,9 +145,9 @@ def is_worker() -> bool:
     return engine.in_worker(os.environ)
 
 
-def _checked(fn: Any, door: str) -> Any:
+def _checked(fn: Any, door: str) -> Callable[..., Any]:
     if callable(fn) or isinstance(fn, classmethod | staticmethod):
-        return fn
+        return cast("Callable[..., Any]", fn)
     name = sys.modules[__name__].__name__.partition(".")[0]
     raise RequestError(
         f"{door}({type(fn).__name__} {fn!r:.60})",

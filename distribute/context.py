@@ -6,14 +6,15 @@ import contextvars
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
 
-from distribute import collectives, data, model
+from distribute import collectives, data
+from distribute import model as models
 from distribute.ambient import Fold
 from distribute.world import World
 
@@ -107,21 +108,21 @@ class Context:
             The module wrapped in DDP, usable as the module itself (hence its type). In a world of
             one, and without trainable parameters, the module itself.
         """
-        wrapped = model.wrap(self._world, module, sync_batchnorm=sync_batchnorm, **ddp_options)
+        wrapped = models.wrap(self._world, module, sync_batchnorm=sync_batchnorm, **ddp_options)
         self._fold()
         return wrapped
 
     def unwrap(self, module: M) -> M:
         """Returns the module inside `model`'s wrapper (and torch.compile's)."""
-        return model.unwrap(module)
+        return models.unwrap(module)
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
         """Returns a context in which backward passes do not synchronise gradients."""
-        return model.no_sync(module)
+        return models.no_sync(module)
 
     def sync_buffers(self, module: nn.Module) -> None:
         """Gives every rank rank 0's buffers, such as BatchNorm's running statistics."""
-        model.sync_buffers(self._world, module)
+        models.sync_buffers(self._world, module)
 
     # -- data ----------------------------------------------------------------------------------
 
@@ -176,7 +177,7 @@ class Context:
     # -- one rank at a time --------------------------------------------------------------------
 
     @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> Generator[None]:
         """Lets rank 0 run the block first, and the other ranks when it has finished.
 
         Raises:
@@ -215,10 +216,10 @@ class Context:
                 report = True, function(*args, **kwargs)
             except Exception as error:
                 report = False, error
-        done, value = self.broadcast_object(report)
+        done, value = cast("tuple[bool, Any]", self.broadcast_object(report))
         if not done:
             raise value
-        return value
+        return cast("T", value)
 
     # -- output and files ----------------------------------------------------------------------
 
@@ -242,7 +243,7 @@ class Context:
 
         if not self.is_main_process:
             return iterable
-        return tqdm(iterable, **options)
+        return cast("Iterable[T]", tqdm(iterable, **options))
 
     def save(self, obj: object, path: str | os.PathLike[str]) -> None:
         """Writes rank 0's object to a file with `torch.save`; every rank must call it.
@@ -308,7 +309,7 @@ def running() -> Context | None:
 
 
 @contextmanager
-def entered(context: Context) -> Iterator[None]:
+def entered(context: Context) -> Generator[None]:
     """Makes a context the current one."""
     token = _current.set(context)
     try:

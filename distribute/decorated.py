@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         def __get__(
             self: Distributed[Concatenate[S, Q], R], instance: S, owner: type | None = None
         ) -> Distributed[Q, R]: ...
+        def __get__(self, instance: Any, owner: type | None = None) -> Any: ...
 
 else:
 

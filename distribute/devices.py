@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ def live() -> bool:
     if torch.cuda.is_initialized():
         return True
     for name in ("xpu", "mtia"):
-        module = getattr(torch, name, None)
+        module: Any = getattr(torch, name, None)
         if module is not None and module.is_initialized():
             return True
     return any(name in _CONTEXT_FILES for name in _open_files())
@@ -66,7 +66,7 @@ def usable_cores() -> int:
 
 
 @contextmanager
-def _without_context() -> Iterator[None]:
+def _without_context() -> Generator[None]:
     # With this variable torch asks the driver's management library instead of making a context,
     # which would forbid a fork for the rest of the process's life.
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"

@@ -6,7 +6,7 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from distribute import worker
@@ -25,7 +25,7 @@ def preload() -> None:
 
 
 @contextmanager
-def unchanged_environment() -> Iterator[None]:
+def unchanged_environment() -> Generator[None]:
     """Drops the variables that torch's compiler sets while it is imported."""
     had = set(os.environ)
     try:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -218,7 +218,7 @@ class _Watch(threading.Thread):
 
 
 @contextmanager
-def _placed(place: Place) -> Iterator[None]:
+def _placed(place: Place) -> Generator[None]:
     """Gives this process the surroundings of rank 0, and its own back afterwards."""
     import torch
 
@@ -241,7 +241,7 @@ def _placed(place: Place) -> Iterator[None]:
 
 
 @contextmanager
-def _wakeup() -> Iterator[int]:
+def _wakeup() -> Generator[int]:
     """Has the numbers of arriving signals written to a pipe.
 
     Python's own handlers wait until the main thread is back in Python code, which it is not while

@@ -7,7 +7,7 @@ import socket
 import time
 import traceback
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from distribute import tree
 from distribute.errors import RemoteTraceback, WorkerDied, WorkerError
@@ -153,7 +153,7 @@ def home(value: Any) -> Any:
             return leaf.detach().cpu()
         if isinstance(leaf, DistributedDataParallel):
             changed.append(True)
-            return leaf.module
+            return cast("Any", leaf.module)
         return leaf
 
     converted = tree.map_leaves(convert, value)

@@ -102,7 +102,7 @@ def pack(obj: object, *, main_names: frozenset[str] | None = None, home: bool = 
     return Payload(sizes, None, memory)
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle with storages out of band and two cases of classes and functions by reference."""
 
     def __init__(
@@ -132,7 +132,7 @@ class _Pickler(cloudpickle.Pickler):
             if reduced is not NotImplemented:
                 return reduced
         with _by_value(obj):
-            return super().reducer_override(obj)
+            return cast("Any", super()).reducer_override(obj)
 
     def _in_shared_main(self, cls: type) -> bool:
         if cls.__module__ != "__main__":
@@ -144,7 +144,7 @@ class _Pickler(cloudpickle.Pickler):
     def _reduce_torch(self, obj: Any) -> Any:
         import torch
 
-        kind = type(obj)
+        kind: Any = type(obj)
         if kind is torch.UntypedStorage and obj.device.type == "cpu":
             self._kept.append(obj)
             return _storage, (pickle.PickleBuffer(_storage_view(obj)), obj.nbytes())
@@ -161,7 +161,7 @@ class _Pickler(cloudpickle.Pickler):
         if "torch.nn.parallel" in sys.modules and isinstance(
             obj, torch.nn.parallel.DistributedDataParallel
         ):
-            return _itself, (obj.module,)
+            return _itself, (cast("Any", obj.module),)
         return NotImplemented
 
 
@@ -179,14 +179,16 @@ def _storage(buffer: Any, nbytes: int) -> torch.UntypedStorage:
     import torch
 
     if nbytes == 0:
-        return torch.UntypedStorage(0)
+        return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
 def _typed_storage(untyped: Any, dtype: torch.dtype) -> Any:
     import torch
 
-    return torch.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+    return torch.TypedStorage(  # type: ignore[no-untyped-call]
+        wrap_storage=untyped, dtype=dtype, _internal=True
+    )
 
 
 def lookup(module_name: str, qualname: str) -> Any:

@@ -44,11 +44,11 @@ class Rendezvous:
     def __init__(
         self, host: str, port: int, *, server: bool, listening: int | None, timeout: float
     ) -> None:
-        from torch.distributed import TCPStore
+        from torch._C._distributed_c10d import TCPStore
 
         options: dict[str, Any] = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False}
         if server:
-            given = {} if listening is None else {"master_listen_fd": listening}
+            given: dict[str, Any] = {} if listening is None else {"master_listen_fd": listening}
             self._server: TCPStore | None = TCPStore(host, port, is_master=True, **given, **options)
         else:
             self._server = None
@@ -75,13 +75,14 @@ class Rendezvous:
             device: The rank's device.
         """
         import torch.distributed as dist
+        from torch._C._distributed_c10d import PrefixStore
 
         given: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
         if device.type == "cuda":
             given["device_id"] = device
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(key, self._store),
+            store=PrefixStore(key, self._store),
             rank=rank,
             world_size=world_size,
             **given,

@@ -138,8 +138,9 @@ def seconds(name: str, value: object, least: float | None = None) -> float | Non
     if value is None and name == "timeout":
         return None
     given = value.total_seconds() if isinstance(value, timedelta) else value
-    number = isinstance(given, int | float) and not isinstance(given, bool)
-    if number and (given > 0 or given == least):
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        given = -1.0
+    if given > 0 or given == least:
         return float(given)
     raise RequestError(
         f"{name}={value!r}", "it is a positive number of seconds", "pass a number or a timedelta"

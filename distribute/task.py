@@ -43,9 +43,8 @@ class Task:
 
     def completed_by(self, own: Task) -> Task:
         """Fills in what could not be sent from the task that a worker came to the call with."""
-        args = tuple(
-            own.args[one.key] if isinstance(one, Own) else one  # type: ignore[index]
-            for one in self.args
+        args: tuple[Any, ...] = tuple(
+            own.args[index] if isinstance(one, Own) else one for index, one in enumerate(self.args)
         )
         kwargs = {
             name: own.kwargs[name] if isinstance(one, Own) else one
@@ -54,11 +53,8 @@ class Task:
         return Task(self.function or own.function, args, kwargs, own.context_at)
 
 
-@dataclass(frozen=True)
 class Own:
     """Stands for an argument that could not be sent: the receiver has one of its own."""
-
-    key: int | str
 
 
 def context_position(function: Callable[..., Any]) -> int | None:
@@ -137,5 +133,5 @@ def _sendable(key: int | str, value: object, main_names: frozenset[str]) -> obje
             "the script ran there",
             stacklevel=2,
         )
-        return Own(key)
+        return Own()
     return value

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+from collections.abc import Iterable
 from pathlib import PurePath
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 import torch
@@ -86,7 +87,7 @@ def _of_main(world: World, value: Any) -> Any:
             sent = True, cloudpickle.dumps(value)
         except Exception:
             sent = False, None
-    can, packed = collectives.broadcast_object(world, sent)
+    can, packed = cast("tuple[bool, Any]", collectives.broadcast_object(world, sent))
     if not can or world.rank == 0:
         return value
     return pickle.loads(packed)
@@ -153,9 +154,10 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, _PLAIN):
         return True
     if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_is_plain, value))
+        return all(map(_is_plain, cast("Iterable[object]", value)))
     if isinstance(value, dict):
-        return all(_is_plain(key) and _is_plain(one) for key, one in value.items())
+        pairs = cast("dict[object, object]", value).items()
+        return all(_is_plain(key) and _is_plain(one) for key, one in pairs)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return all(_is_plain(getattr(value, one.name)) for one in dataclasses.fields(value))
     return False
