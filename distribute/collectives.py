@@ -221,11 +221,29 @@ def _reduce_tensor(world: World, tensor: torch.Tensor, op: str) -> torch.Tensor:
         )
     wire = _wire(world, tensor, _WIDE[tensor.dtype])
     if not _is_alone(world):
-        _dist.all_reduce(wire, op=getattr(dist.ReduceOp, _OPS[op]))
+        wire = _reduced_wire(wire, op)
     dtype = _result_dtype(tensor.dtype, op, wire.device)
     if op == "mean":
         wire = wire.to(torch.promote_types(wire.dtype, dtype)) / world.world_size
     return wire.to(device=tensor.device, dtype=dtype)
+
+
+def _reduced_wire(wire: torch.Tensor, op: str) -> torch.Tensor:
+    if op not in ("min", "max") or not wire.is_floating_point():
+        _dist.all_reduce(wire, op=getattr(dist.ReduceOp, _OPS[op]))
+        return wire
+    # As ints of the same order, with NaN at the end that wins: gloo keeps or loses it by chance.
+    ints = _in_order(wire.view(torch.int64 if wire.dtype == torch.float64 else torch.int32))
+    ends = torch.iinfo(ints.dtype)
+    ints.masked_fill_(wire.isnan(), ends.min if op == "min" else ends.max)
+    _dist.all_reduce(ints, op=getattr(dist.ReduceOp, _OPS[op]))
+    return _in_order(ints).view(wire.dtype)
+
+
+def _in_order(bits: torch.Tensor) -> torch.Tensor:
+    """Turns the bits of floats into ints of the same order, and back."""
+    sign = bits >> (8 * bits.itemsize - 1)
+    return bits ^ (sign & torch.iinfo(bits.dtype).max)
 
 
 def _result_dtype(dtype: torch.dtype, op: str, device: torch.device) -> torch.dtype:

@@ -30,9 +30,7 @@ def live() -> bool:
     """Tells whether this process holds an accelerator context, which no fork survives."""
     import torch
 
-    if torch.cuda.is_initialized():
-        return True
-    for name in ("xpu", "mtia"):
+    for name in ("cuda", "xpu", "mtia"):
         module: Any = getattr(torch, name, None)
         if module is not None and module.is_initialized():
             return True

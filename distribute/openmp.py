@@ -8,10 +8,10 @@ pause releases the pool; the next operation, on either side, makes a new one.
 from __future__ import annotations
 
 import ctypes
-import re
+import os
 
 _HARD = 2  # omp_pause_hard of OpenMP 5.0, section 3.6
-_LIBRARY = re.compile(r"\S*/lib(?:gomp|omp|iomp5)\b[^/\s]*\.so\S*")
+_LIBRARIES = ("libgomp", "libomp", "libiomp5")
 
 
 def pause() -> bool:
@@ -26,9 +26,11 @@ def pause() -> bool:
 def _loaded() -> set[str]:
     try:
         with open("/proc/self/maps") as maps:
-            return {found[0] for line in maps if (found := _LIBRARY.search(line))}
+            # Address, rights, offset, device, inode, and the path, which may hold spaces.
+            paths = {parts[5].rstrip() for line in maps if len(parts := line.split(None, 5)) == 6}
     except OSError:
         return set()
+    return {path for path in paths if os.path.basename(path).startswith(_LIBRARIES)}
 
 
 def _pause(path: str) -> bool:

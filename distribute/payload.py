@@ -11,6 +11,7 @@ import ctypes
 import importlib
 import importlib.machinery
 import io
+import marshal
 import mmap
 import os
 import pickle
@@ -120,6 +121,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduces what pickle and cloudpickle reduce badly for our use; leaves them the rest."""
+        if type(obj).__module__ == "distribute.decorated":
+            # A decorated function passes for the function inside, and would be sent as that.
+            return obj.__reduce_ex__(5)
         if isinstance(obj, type):
             if self._in_shared_main(obj):
                 return obj.__qualname__
@@ -127,6 +131,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             reduced = _decorated_reference(obj)
             if reduced is not None:
                 return reduced
+        elif isinstance(obj, types.CodeType):
+            # cloudpickle leaves out the file's name, which tracebacks need to show the line.
+            return marshal.loads, (marshal.dumps(obj),)
         elif "torch" in sys.modules:
             reduced = self._reduce_torch(obj)
             if reduced is not NotImplemented:

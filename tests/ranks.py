@@ -192,7 +192,7 @@ def _values(outcomes: list[tuple[bool, Any] | None], stacks: list[IO[bytes]]) ->
     for rank, outcome in enumerate(outcomes):
         if outcome is None:
             stacks[rank].seek(0)
-            text = stacks[rank].read().decode() or "it had died"
+            text = stacks[rank].read().decode() or "it had left by itself"
             reports.append(f"rank {rank} gave no value\n{text}")
         elif not outcome[0]:
             reports.append(f"rank {rank} raised\n{outcome[1]}")

@@ -31,6 +31,7 @@ from distribute.world import World
 from tests.ranks import alone, on_ranks
 
 OPS = ("sum", "mean", "min", "max", "product")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Pair(NamedTuple):
@@ -92,8 +93,28 @@ def test_numbers_come_back_as_numbers(values: list[Any], expected: list[Any]) ->
 
 @pytest.mark.parametrize("values", [[math.nan, 1.0], [1.0, math.nan]])
 def test_a_nan_on_one_rank_is_not_lost(values: list[float]) -> None:
-    for found in on_ranks(2, lambda world: per_op(world, values)):
-        assert all(math.isnan(value) for _, value in found)
+    def fn(world: World) -> list[float]:
+        value = values[world.rank]
+        forms = [value, *(torch.tensor(value, dtype=dtype) for dtype in FLOATS)]
+        return [float(all_reduce(world, form, op)) for form in forms for op in OPS]
+
+    for found in on_ranks(2, fn):
+        assert len(found) == 25
+        assert all(map(math.isnan, found))
+
+
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_min_and_max_order_every_float(op: str) -> None:
+    floats = [-math.inf, -3.5, -(2.0**-14), -0.0, 0.0, 2.0**-14, 1.0, 60000.0, math.inf]
+
+    def fn(world: World) -> bool:
+        for dtype in FLOATS:
+            rows = torch.tensor(floats, dtype=dtype).expand(len(floats), -1)
+            expected = getattr(torch, op + "imum")(rows, rows.t())
+            assert torch.equal(all_reduce(world, [rows, rows.t()][world.rank], op), expected)
+        return world.world_size == 2
+
+    assert on_ranks(2, fn) == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,12 @@ from tests.ranks import on_ranks
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def torchs_signal_handler() -> None:
+    """torch sets one for SIGCHLD, for good, when a process starts its first loading worker."""
+    list(DataLoader([0], num_workers=1))
+
+
 def world(rank: int = 0, size: int = 1, device: torch.device = CPU) -> World:
     return World(
         rank=rank,
@@ -206,6 +212,8 @@ def test_the_weight_is_that_of_the_batch_in_hand(workers: int) -> None:
 
     assert pairs == [[([0, 1], 1.0), ([4, 5], 4 / 3)], [([2, 3], 1.0), ([6], 2 / 3)]]
     assert [loader.weight for loader in made] == [4 / 3, 2 / 3]
+    next(iter(made[0]))  # the rest of it may have been fetched ahead
+    assert [(batch.tolist(), made[0].weight) for batch in made[0]] == pairs[0]
 
 
 def test_attributes() -> None:
@@ -779,16 +787,25 @@ class Textbook(Counting):
 
 
 class Shuffling(Counting):
+    """Draws from all three generators before each item."""
+
     def __iter__(self) -> Iterator[int]:
         order = list(range(self.total))
-        random.shuffle(order)
-        for item in order:
-            yield order[0] * 1000 + item if torch.rand(()) < 0 else item
+        while order:
+            draws = random.random() + float(torch.rand(())) + np.random.rand()
+            yield order.pop(int(draws * 1000) % len(order))
+
+
+class Eager(Counting):
+    """Draws when it is asked for its iterator already."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([random.randrange(10) + np.random.randint(10) + int(torch.randint(10, ()))])
 
 
 def masking(samples: list[int]) -> torch.Tensor:
-    torch.rand(len(samples))
-    random.random()
+    """Draws once for a batch, which a rank does not do at the same item as another rank."""
+    torch.rand(()), random.random(), np.random.rand()
     return torch.tensor(samples)
 
 
@@ -840,6 +857,19 @@ def test_ranks_stop_together_and_weigh_what_they_have() -> None:
     for epoch in range(2):
         assert left[epoch] == [*((s, 1.0) for s in steps), ([6], 2 / 3)]
         assert right[epoch] == [*((s, 1.0) for s in steps), ([6, 7], 4 / 3)]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_stream_never_disturbs_the_streams_outside(sharded: bool) -> None:
+    loader = dataloader(world(), Eager(1), ordinal=0, sharded=sharded)
+    before = rng_states()
+
+    first, second = lists(loader), lists(loader)
+
+    assert rng_states() == before
+    assert first != second
+    loader.set_epoch(0)
+    assert lists(loader) == first
 
 
 @pytest.mark.parametrize("uneven", [None, "drop"])
