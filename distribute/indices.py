@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol, TypeVar, cast
 
@@ -29,19 +30,31 @@ class Source(Protocol):
 
 
 class Positions:
-    """The positions of a dataset, in their own order or shuffled."""
+    """The positions of a dataset, in their own order or shuffled.
 
-    def __init__(self, split: Split, dataset: Sized, shuffle: bool) -> None:
+    Args:
+        split: How they are shared out.
+        dataset: The dataset, of which only the length is used.
+        shuffle: Whether to shuffle them.
+        seed: Seed of their order, instead of the loader's.
+    """
+
+    def __init__(
+        self, split: Split, dataset: Sized, shuffle: bool, seed: int | None = None
+    ) -> None:
         self._split = split
         self._dataset = dataset
         self._shuffle = shuffle
+        self._seed = seed
 
     def draw(self, key: LoaderKey) -> Iterator[Batch[int]]:
         """Returns this rank's batches of the key's epoch."""
         total = len(self._dataset)
-        if self._shuffle:
-            return self._split.batches(permutation(total, key.shared("order")))
-        return self._split.batches(range(total))
+        if not self._shuffle:
+            return self._split.batches(range(total))
+        if self._seed is not None:
+            key = replace(key, seed=self._seed)
+        return self._split.batches(permutation(total, key.shared("order")))
 
     def count(self) -> int:
         """Returns the number of this rank's batches."""

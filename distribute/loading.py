@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sized
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from torch.utils.data import (
@@ -152,12 +151,12 @@ def _map_style(world: World, loader: TorchLoader, asked: Asked, key: LoaderKey) 
     indices = _indices(world, loader, asked, key)
     place = "sampler" if loader.batch_sampler is None else "batch_sampler"
     made = _copy(world, loader, **{place: indices})
-    return Loading(made, indices, indices.key, loader.dataset, reads_shared=False)
+    return Loading(made, indices, key, loader.dataset, reads_shared=False)
 
 
 def _indices(world: World, loader: TorchLoader, asked: Asked, key: LoaderKey) -> Indices:
     batches: Any = loader.batch_sampler
-    if type(batches) is not BatchSampler:
+    if not _is_just(batches, BatchSampler):
         return _of_batches(world, loader, asked, key)
     sampler: Any = batches.sampler
     size = asked.global_batch_size or batches.batch_size * world.world_size
@@ -166,18 +165,17 @@ def _indices(world: World, loader: TorchLoader, asked: Asked, key: LoaderKey) ->
         uneven = _policy(asked, drop_last, default)
         return Split(world.world_size, world.rank, size, uneven)
 
-    kind: object = type(sampler)
-    if kind is DistributedSampler:
+    if _is_just(sampler, DistributedSampler):
         # Its shares are not ours, so what it would share out is taken instead.
         source: Source = Positions(
             split(batches.drop_last or sampler.drop_last, "pad"),
             sampler.dataset,
             sampler.shuffle,
+            sampler.seed if asked.seed is None else asked.seed,
         )
-        key = replace(key, seed=sampler.seed if asked.seed is None else asked.seed)
     elif _is_divided(world, sampler):
         source = Sampled(_undivided_split(asked, batches.drop_last, batches.batch_size), sampler)
-    elif kind is SequentialSampler and asked.sampler is None:
+    elif _is_just(sampler, SequentialSampler) and asked.sampler is None:
         default: Uneven = "pad" if asked.shuffle or asked.batch_sampler is not None else "balance"
         dataset = _sized(sampler.data_source)
         source = Positions(split(batches.drop_last, default), dataset, asked.shuffle)
@@ -194,9 +192,9 @@ def _of_batches(world: World, loader: TorchLoader, asked: Asked, key: LoaderKey)
     if _is_divided(world, batches):
         source = Dealt(_undivided_split(asked, False, 1), batches)
         return Indices(source, key, told)
-    whole = not batched and type(batches) is not BatchSampler
+    whole = not batched and not _is_just(batches, BatchSampler)
     if whole and (
-        asked.uneven == "balance" or (asked.uneven is None and type(batches) is SequentialSampler)
+        asked.uneven == "balance" or (asked.uneven is None and _is_just(batches, SequentialSampler))
     ):
         raise RequestError(
             "a DataLoader with batch_size=None",
@@ -206,6 +204,11 @@ def _of_batches(world: World, loader: TorchLoader, asked: Asked, key: LoaderKey)
     uneven = _policy(asked, False, "pad")
     source = Dealt(Split(world.world_size, world.rank, world.world_size, uneven), batches)
     return Indices(source, key, told)
+
+
+def _is_just(sampler: object, kind: type) -> bool:
+    """Returns whether a sampler is one of torch's own: a subclass may do anything."""
+    return type(sampler) is kind
 
 
 def _policy(asked: Asked, drop_last: bool, default: Uneven) -> Uneven:

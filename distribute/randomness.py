@@ -26,9 +26,12 @@ T = TypeVar("T")
 
 
 class _States(NamedTuple):
+    """States of the global generators; those of numpy are None where it is not loaded."""
+
     torch: torch.Tensor
     python: Any
-    numpy: Any
+    numpy: Any  # the bit generator itself: exchanging it is much faster than reading its state
+    numpy_normal: Any  # the whole state, if one of a pair of normal draws is still to be used
 
 
 class RandomStream:
@@ -39,21 +42,21 @@ class RandomStream:
     """
 
     def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._states: _States | None = None
+        self._states = _seeded(seed)
 
     @contextmanager
     def active(self) -> Generator[None]:
         """Draws come from this stream meanwhile; the generators outside are as before after it."""
         outside = _capture()
-        if self._states is None:
-            seed_generators(self._seed)
-        else:
-            _restore(self._states)
+        _restore(self._states)
         try:
             yield
         finally:
-            self._states = _capture()
+            # numpy's bit generator holds its own state. The second of two normal draws is not
+            # kept: it would cost more than all the rest.
+            self._states = _States(
+                torch.get_rng_state(), random.getstate(), self._states.numpy, None
+            )
             _restore(outside)
 
     def drive(self, iterator: Iterator[T]) -> Iterator[T]:
@@ -70,23 +73,41 @@ class RandomStream:
 def seed_generators(seed: int) -> None:
     """Seeds torch's CPU generator, `random`, and numpy if it is loaded."""
     # Not torch.manual_seed: in a worker it would queue a call per device at every epoch.
-    torch.default_generator.manual_seed(seed % 2**63)
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed([seed >> shift & 0xFFFFFFFF for shift in range(0, 256, 32)])
+    _restore(_seeded(seed))
+
+
+def _seeded(seed: int) -> _States:
+    numpy = sys.modules.get("numpy")
+    words = [seed >> shift & 0xFFFFFFFF for shift in range(0, 256, 32)]
+    return _States(
+        torch.Generator().manual_seed(seed % 2**63).get_state(),
+        random.Random(seed).getstate(),
+        None if numpy is None else numpy.random.MT19937(words),
+        None,
+    )
 
 
 def _capture() -> _States:
     numpy = sys.modules.get("numpy")
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    return _States(torch.get_rng_state(), random.getstate(), numpy_state)
+    if numpy is None:
+        return _States(torch.get_rng_state(), random.getstate(), None, None)
+    state = numpy.random.get_state(legacy=False)
+    return _States(
+        torch.get_rng_state(),
+        random.getstate(),
+        numpy.random.get_bit_generator(),
+        state if state["has_gauss"] else None,
+    )
 
 
 def _restore(states: _States) -> None:
     torch.set_rng_state(states.torch)
     random.setstate(states.python)
     if states.numpy is not None:
-        sys.modules["numpy"].random.set_state(states.numpy)
+        numpy = sys.modules["numpy"]
+        numpy.random.set_bit_generator(states.numpy)
+        if states.numpy_normal is not None:
+            numpy.random.set_state(states.numpy_normal)
 
 
 @dataclass(frozen=True, slots=True)

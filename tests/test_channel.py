@@ -134,23 +134,33 @@ def test_a_small_payload_needs_no_descriptor(pair: tuple[Channel, Channel]):
     assert received.payload.load() == [1, 2, 3]
 
 
-def test_descriptors_keep_their_order_and_are_not_inherited_by_programs(
-    pair: tuple[Channel, Channel],
-):
+def received_files(pair: tuple[Channel, Channel]) -> tuple[Any, list[bool]]:
+    """What arrives with six files: their identities, and whether programs would inherit them."""
     ours, theirs = pair
     files = [os.memfd_create(f"file-{number}") for number in range(6)]
-
-    ours.send_with("order", files)
-    ours.send("next")
-    message, received = theirs.receive_with()
-
-    assert message == "order"
-    assert [os.fstat(one).st_ino for one in received] == [os.fstat(one).st_ino for one in files]
-    assert set(received).isdisjoint(files)
-    assert not any(map(os.get_inheritable, received))
-    assert theirs.receive() == "next"
-    for one in [*files, *received]:
+    ours.send_with([os.fstat(one).st_ino for one in files], files)
+    for one in files:
         os.close(one)
+    expected, received = theirs.receive_with()
+    same = [os.fstat(one).st_ino for one in received] == expected
+    inheritable = [os.get_inheritable(one) for one in received]
+    for one in received:
+        os.close(one)
+    return same, inheritable
+
+
+def test_descriptors_keep_their_order(pair: tuple[Channel, Channel]):
+    same, _ = received_files(pair)
+
+    assert same
+
+
+def test_what_a_rank_starts_does_not_inherit_the_descriptors_it_received(
+    pair: tuple[Channel, Channel],
+):
+    _, inheritable = received_files(pair)
+
+    assert inheritable == [False] * 6
 
 
 # -- the end -----------------------------------------------------------------------------------

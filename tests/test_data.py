@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections import Counter, OrderedDict, namedtuple
@@ -184,7 +185,9 @@ def test_the_tail(options: dict[str, Any], shares: list[Any]) -> None:
 def test_shuffling_and_samplers_pad_by_default() -> None:
     assert len(read(2, torch.arange(7), batch_size=2, shuffle=True)) == 8
     assert len(read(2, torch.arange(7), batch_size=2, sampler=range(7))) == 8
-    assert len(read(2, torch.arange(7), batch_size=2, batch_sampler=None)) == 7
+    sequential = SequentialSampler(range(7))
+    assert len(read(2, torch.arange(7), batch_size=2, sampler=sequential)) == 8
+    assert len(read(2, torch.arange(7), batch_size=2, sampler=None)) == 7
 
 
 def test_a_global_batch_that_does_not_divide_is_shared_out_with_its_weights() -> None:
@@ -359,6 +362,15 @@ def test_an_existing_loader_keeps_its_settings() -> None:
     assert [batch.tolist() for batch in given] == [[4 * n, 4 * n + 2] for n in range(5)]
 
 
+def test_the_workers_of_an_existing_loader_stay_its_own() -> None:
+    data = torch.arange(8)
+    given = DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+    iterator = iter(given)
+
+    assert read(2, given) == list(range(8))
+    assert [batch.tolist() for batch in iterator] == [[2 * n, 2 * n + 1] for n in range(4)]
+
+
 def test_a_shuffling_loader_stays_shuffled_and_draws_alike_on_all_ranks() -> None:
     def of_rank(rank: int, size: int) -> list[list[list[int]]]:
         torch.manual_seed(rank)  # as ranks are after the first batch
@@ -398,6 +410,15 @@ def test_a_distributed_sampler_is_not_sharded_twice(as_option: bool, shuffle: bo
 
     assert in_turn(ranks) == read(2, data, batch_size=2, shuffle=shuffle, seed=3)
     assert sorted(in_turn(ranks)) == list(range(12))
+
+
+def test_the_seed_of_a_distributed_sampler_is_that_of_the_order_only() -> None:
+    def made(seed: int) -> list[list[float]]:
+        sampler = DistributedSampler(range(8), 1, 0, seed=0)  # type: ignore[arg-type, var-annotated]
+        here = dataclasses.replace(world(), seed=seed)
+        return draws(dataloader(here, Drawing(), ordinal=0, sampler=sampler))
+
+    assert made(1) != made(2)
 
 
 def test_a_distributed_sampler_gives_its_drop_last() -> None:
@@ -610,6 +631,7 @@ def test_a_batch_sampler_hears_of_the_epochs() -> None:
 )
 def test_loading_never_disturbs_the_streams_outside(options: dict[str, Any]) -> None:
     loader = dataloader(world(), Drawing(), ordinal=0, **options)
+    np.random.randn()  # numpy draws these in pairs: the second one is still to come
     before = rng_states()
 
     for _ in range(2):

@@ -1,0 +1,114 @@
+"""Runs programs as a user would, and sees to it that nothing of them is left."""
+
+from __future__ import annotations
+
+import glob
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+# The environment's own launchers, such as torchrun, are beside its interpreter.
+BIN = Path(sys.executable).parent
+
+
+@dataclass
+class Ended:
+    """A program that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def text(self) -> str:
+        return self.out + self.err
+
+    def lines(self, start: str) -> list[str]:
+        """Returns the lines of standard output that begin with a word, sorted."""
+        return sorted(line for line in self.out.splitlines() if line.startswith(start))
+
+
+def write(directory: Path, source: str, name: str = "s.py") -> Path:
+    """Writes a script."""
+    path = directory / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(source).lstrip())
+    return path
+
+
+def run_python(
+    *command: str | Path,
+    timeout: float = 60,
+    cwd: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    stdin: str | None = None,
+) -> Ended:
+    """Runs `python COMMAND...` under a hard limit; nothing of it may be left 5 s after its end."""
+    return run_program([sys.executable, *map(str, command)], timeout, cwd, environ, stdin)
+
+
+def run_program(
+    command: Sequence[str],
+    timeout: float = 60,
+    cwd: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    stdin: str | None = None,
+) -> Ended:
+    """Runs a program under a hard limit; nothing of it may be left 5 s after its end."""
+    tag = str(uuid.uuid4())
+    full = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
+    path = os.pathsep.join(filter(None, [str(ROOT), full.get("PYTHONPATH")]))
+    full |= {"CASE_TAG": tag, "PYTHONPATH": path, **(environ or {})}
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=full,
+        text=True,
+        stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(stdin, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        _kill(tagged(tag))
+        out, err = process.communicate()
+        raise AssertionError(f"no end after {timeout} s\n{out}\n{err}") from None
+    limit = time.monotonic() + 5
+    while (left := tagged(tag)) and time.monotonic() < limit:
+        time.sleep(0.02)
+    _kill(left)
+    assert not left, f"processes left: {left}\n{out}\n{err}"
+    return Ended(process.returncode, out, err)
+
+
+def tagged(tag: str) -> list[int]:
+    """Returns the processes that carry a tag in their environment."""
+    found: list[int] = []
+    for path in glob.glob("/proc/[0-9]*/environ"):
+        pid = int(path.split("/")[2])
+        try:
+            environ = Path(path).read_bytes()
+        except OSError:
+            continue
+        if f"CASE_TAG={tag}".encode() in environ and pid != os.getpid():
+            found.append(pid)
+    return found
+
+
+def _kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
