@@ -4,8 +4,6 @@
     python examples/digits.py --devices 1
     python examples/digits.py --strategy ddp_spawn --epochs 3 --save digits.pt
     torchrun --nproc-per-node 2 examples/digits.py
-
-The CPU is the default, so that two ranks run on any machine; `--accelerator auto` takes the GPUs.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Trains a small CNN on handwritten digits.")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--strategy", default="auto")
-    parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--accelerator", default="cpu", help="auto takes the GPUs")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", metavar="PATH")

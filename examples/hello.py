@@ -3,8 +3,6 @@
     python examples/hello.py
     python examples/hello.py --devices 4 --strategy ddp_spawn
     torchrun --nproc-per-node 2 examples/hello.py
-
-The CPU is the default, so that two ranks run on any machine; `--accelerator auto` takes the GPUs.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Every rank says where it runs.")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--strategy", default="auto")
-    parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--accelerator", default="cpu", help="auto takes the GPUs")
     options = vars(parser.parse_args())
 
     lines = run(hello, returns="all", **options)

@@ -3,8 +3,6 @@
     python examples/textgen.py
     python examples/textgen.py --steps 1000 --text my_own.txt
     torchrun --nproc-per-node 2 examples/textgen.py
-
-The CPU is the default, so that two ranks run on any machine; `--accelerator auto` takes the GPUs.
 """
 
 from __future__ import annotations
@@ -28,8 +26,9 @@ class GPT(nn.Module):
     def __init__(self, symbols: int, width: int = 96, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
         self.token, self.place = nn.Embedding(symbols, width), nn.Embedding(BLOCK, width)
-        kind = {"activation": "gelu", "dropout": 0.0, "batch_first": True, "norm_first": True}
-        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, **kind)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, 0.0, F.gelu, norm_first=True, batch_first=True
+        )
         self.blocks = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, symbols))
 
@@ -40,8 +39,8 @@ class GPT(nn.Module):
         return self.head(self.blocks(hidden, mask=mask, is_causal=True))
 
 
-def train(ctx: Context, text: str, steps: int) -> str:
-    """Trains, and returns a sample."""
+def train(ctx: Context, text: str, steps: int) -> None:
+    """Trains, and prints a sample."""
     symbols = sorted(set(text))
     codes = torch.tensor([symbols.index(one) for one in text])
     model = ctx.model(GPT(len(symbols)))
@@ -57,7 +56,7 @@ def train(ctx: Context, text: str, steps: int) -> str:
             ctx.print(f"step {step}: loss {ctx.all_reduce(loss.item(), op='mean'):.3f}")
     print(f"rank {ctx.rank} of {ctx.world_size} has trained", flush=True)
     written = ctx.on_main(write, ctx.unwrap(model), codes[:1].to(ctx.device), 400)
-    return "".join(symbols[code] for code in written)
+    ctx.print("".join(symbols[code] for code in written))
 
 
 @torch.no_grad()
@@ -73,9 +72,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Trains a small GPT on the characters of a text.")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--strategy", default="auto")
-    parser.add_argument("--accelerator", default="cpu")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--accelerator", default="cpu", help="auto takes the GPUs")
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--text", type=Path, default=Path(__file__).parent / "text.txt")
     options = vars(parser.parse_args())
-    text, steps = options.pop("text").read_text(), options.pop("steps")
-    print(run(train, text, steps, seed=0, **options))
+    run(train, options.pop("text").read_text(), options.pop("steps"), seed=0, **options)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
 
 from distribute.launchers import forkserver
 
@@ -88,7 +89,9 @@ def _target(number: int) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_server_left() -> Iterator[None]:
-    """Ends the fork server with the session."""
+def session() -> Iterator[None]:
+    """Makes what a process has once and for all, and ends the fork server with the session."""
+    # libuv, under torch's store, makes a pipe with its first server and keeps it.
+    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield
     forkserver.close()
