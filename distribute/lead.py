@@ -167,6 +167,8 @@ def _conclude(watch: _Watch, result: Outcome, interrupted: BaseException | None)
             interrupts = isinstance(result.local, KeyboardInterrupt)
             if isinstance(error.cause, KeyboardInterrupt) and interrupts:
                 error.cause = result.local
+                # The end of the peers may have been felt first; it is no news.
+                error.cause.__context__ = None
             elif error.rank == 0:
                 error.cause = result.error()
         raise error

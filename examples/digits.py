@@ -1,9 +1,9 @@
 """Trains a small CNN on handwritten digits, with the same result on any number of processes.
 
-    python examples/digits.py
-    python examples/digits.py --devices 1
-    python examples/digits.py --strategy ddp_spawn --epochs 3 --save digits.pt
-    torchrun --nproc-per-node 2 examples/digits.py
+$ python examples/digits.py
+$ python examples/digits.py --devices 1
+$ python examples/digits.py --strategy ddp_spawn --epochs 3 --save digits.pt
+$ torchrun --nproc-per-node 2 examples/digits.py
 """
 
 from __future__ import annotations

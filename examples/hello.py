@@ -1,8 +1,8 @@
 """Every rank says where it runs.
 
-    python examples/hello.py
-    python examples/hello.py --devices 4 --strategy ddp_spawn
-    torchrun --nproc-per-node 2 examples/hello.py
+$ python examples/hello.py
+$ python examples/hello.py --devices 4 --strategy ddp_spawn
+$ torchrun --nproc-per-node 2 examples/hello.py
 """
 
 from __future__ import annotations

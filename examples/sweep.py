@@ -1,8 +1,8 @@
 """Tries numbers of devices and learning rates, then trains for longer with the best.
 
-    python examples/sweep.py
-    python examples/sweep.py --devices 1 --lr 0.003 0.01 0.03 0.1
-    torchrun --nproc-per-node 2 examples/sweep.py --devices 2
+$ python examples/sweep.py
+$ python examples/sweep.py --devices 1 --lr 0.003 0.01 0.03 0.1
+$ torchrun --nproc-per-node 2 examples/sweep.py --devices 2
 
 More devices make a larger batch here, which may want another learning rate. torchrun has settled
 the number of processes already, so `--devices` names that one there.

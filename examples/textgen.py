@@ -1,8 +1,8 @@
 """Trains a small GPT on the characters of a text, and writes some more of it.
 
-    python examples/textgen.py
-    python examples/textgen.py --steps 1000 --text my_own.txt
-    torchrun --nproc-per-node 2 examples/textgen.py
+$ python examples/textgen.py
+$ python examples/textgen.py --steps 1000 --text my_own.txt
+$ torchrun --nproc-per-node 2 examples/textgen.py
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def write(model: nn.Module, codes: torch.Tensor, length: int) -> list[int]:
     for _ in range(length):
         scores = model(codes[None, -BLOCK:])[0, -1]
         codes = torch.cat([codes, torch.multinomial((scores / 0.7).softmax(dim=0), 1)])
-    return codes.tolist()
+    return [int(code) for code in codes]
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import glob
 import os
 import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
-import psutil
 import pytest
 from torch.distributed import TCPStore
 
@@ -26,6 +27,8 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     before = _Left()
     yield
+    if not (problems := _Left().beyond(before)):
+        return
     gc.collect()
     limit = time.monotonic() + 5
     while (problems := _Left().beyond(before)) and time.monotonic() < limit:
@@ -36,12 +39,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 class _Left:
     def __init__(self) -> None:
         server = forkserver.process_id()
-        me = psutil.Process()
-        self.processes = {
-            child.pid: " ".join(_command(child))
-            for child in me.children(recursive=True)
-            if child.pid != server
-        }
+        self.processes = {pid for pid in _descendants(os.getpid()) if pid != server}
         self.descriptors = _descriptors() - forkserver.descriptors()
         self.files = {
             name for name in os.listdir(tempfile.gettempdir()) if name.startswith("distribute")
@@ -51,9 +49,7 @@ class _Left:
 
     def beyond(self, before: _Left) -> list[str]:
         problems = [
-            f"process {pid}: {command}"
-            for pid, command in self.processes.items()
-            if pid not in before.processes
+            f"process {pid}: {_command(pid)}" for pid in self.processes - before.processes
         ]
         new = self.descriptors - before.descriptors
         problems += [f"descriptor {number}: {_target(number)}" for number in sorted(new)]
@@ -68,11 +64,23 @@ class _Left:
         return problems
 
 
-def _command(process: psutil.Process) -> list[str]:
+def _descendants(pid: int) -> set[int]:
+    found: set[int] = set()
+    for path in glob.glob(f"/proc/{pid}/task/*/children"):
+        try:
+            children = {int(one) for one in Path(path).read_text().split()}
+        except OSError:
+            continue
+        for child in children - found:
+            found |= {child} | _descendants(child)
+    return found
+
+
+def _command(pid: int) -> str:
     try:
-        return process.cmdline()
-    except psutil.Error:
-        return ["?"]
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return "?"
 
 
 def _descriptors() -> set[int]:

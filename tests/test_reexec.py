@@ -1,0 +1,287 @@
+"""Re-exec: which call a worker joins, and what runs where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.scripts import run_python, write
+
+
+def test_what_stands_above_the_call_runs_everywhere_and_prints_once(tmp_path: Path) -> None:
+    """A worker's own output above the call is muted, and its code runs."""
+    script = write(
+        tmp_path,
+        """
+        import os, sys, distribute
+        print("ABOVE")
+        os.write(1, b"RAW\\n")
+        with open("above.log", "a") as f:
+            f.write(f"{distribute.is_worker()}\\n")
+
+        @distribute.distributed(devices=3, strategy="ddp")
+        def train(ctx):
+            print(f"IN {ctx.rank} of {ctx.world_size}\\n", end="")
+
+        train()
+        print("BELOW")
+        """,
+    )
+
+    ended = run_python(script, cwd=tmp_path)
+
+    assert ended.code == 0, ended.text
+    assert ended.out.count("ABOVE") == ended.out.count("RAW") == ended.out.count("BELOW") == 1
+    assert ended.lines("IN") == ["IN 0 of 3", "IN 1 of 3", "IN 2 of 3"]
+    assert sorted((tmp_path / "above.log").read_text().split()) == ["False", "True", "True"]
+
+
+def test_arguments_are_those_of_the_launcher(tmp_path: Path) -> None:
+    """A run directory named at random is one directory, on every rank."""
+    script = write(
+        tmp_path,
+        """
+        import dataclasses, random, threading
+        from distribute import distributed
+
+        @dataclasses.dataclass
+        class Config:
+            name: str
+
+        @distributed(devices=2, returns="all")
+        def train(ctx, config, lock, *, lr):
+            with lock:
+                return isinstance(config, Config), config.name, lr
+
+        if __name__ == "__main__":
+            config = Config(f"run-{random.random()}")
+            values = train(config, threading.Lock(), lr=random.random())
+            assert values[0] == values[1], values
+            print("GOT", len(values), values[0][0], values[0][1] == config.name)
+        """,
+    )
+
+    ended = run_python(script)
+
+    assert ended.code == 0, ended.text
+    assert ended.lines("GOT") == ["GOT 2 True True"]
+    # The lock cannot be sent: the worker uses its own, and a warning names it.
+    assert "argument 2 (lock) cannot be sent to the other ranks" in ended.err
+
+
+def test_later_calls_get_functions_and_globals_of_this_moment(tmp_path: Path) -> None:
+    """The idle workers never ran the lines below the first call."""
+    script = write(
+        tmp_path,
+        """
+        from distribute import run
+
+        LR = 0.1
+
+        def first(ctx):
+            return LR
+
+        if __name__ == "__main__":
+            print("FIRST", run(first, devices=2, returns="all"))
+            LR = 0.5
+
+            class Below:
+                value = 7
+
+            def second(ctx, one):
+                return LR, one.value + Below.value, ctx.rank, ctx.world_size
+
+            print("SECOND", run(second, Below(), devices=2, returns="all"))
+            print("PLAN", run(first, devices=2, returns="all"))
+        """,
+    )
+
+    ended = run_python(script)
+
+    assert ended.code == 0, ended.text
+    assert ended.lines("FIRST") == ["FIRST [0.1, 0.1]"]
+    assert ended.lines("SECOND") == ["SECOND [(0.5, 14, 0, 2), (0.5, 14, 1, 2)]"]
+    assert ended.lines("PLAN") == ["PLAN [0.5, 0.5]"]
+
+
+def test_processes_that_come_to_different_calls_are_told_both(tmp_path: Path) -> None:
+    """A script that branches by process does not hang."""
+    script = write(
+        tmp_path,
+        """
+        import distribute
+
+        @distribute.distributed(devices=2)
+        def train(ctx):
+            return 1
+
+        @distribute.distributed(devices=2)
+        def evaluate(ctx):
+            return 2
+
+        if __name__ == "__main__":
+            if distribute.is_worker():
+                evaluate()
+            train()
+        """,
+    )
+
+    ended = run_python(script)
+
+    assert ended.code == 1, ended.text
+    assert "CallMismatch: rank 1 called `evaluate` (" in ended.err
+    assert "s.py:13) while rank 0 called `train` (" in ended.err
+    assert "s.py:14)" in ended.err
+
+
+def test_a_worker_that_ends_its_script_before_the_call_is_an_error(tmp_path: Path) -> None:
+    """Exit code 0 without having come to the call is not a success."""
+    script = write(
+        tmp_path,
+        """
+        import sys
+        import distribute
+
+        @distribute.distributed(devices=2)
+        def train(ctx):
+            return 1
+
+        if __name__ == "__main__":
+            if distribute.is_worker():
+                sys.exit(0)
+            train()
+        """,
+    )
+
+    ended = run_python(script)
+
+    assert ended.code == 1, ended.text
+    assert "WorkerDied: rank 1 ended with exit code 0 before its script arrived at `train`" in (
+        ended.err
+    )
+
+
+def test_a_worker_does_not_unwind_the_script(tmp_path: Path) -> None:
+    """The script's own `finally` and `atexit` run once, in the launcher."""
+    script = write(
+        tmp_path,
+        """
+        import atexit
+        from distribute import run
+
+        def leave():
+            with open("left.log", "a") as f:
+                f.write("left\\n")
+
+        def body(ctx):
+            return ctx.world_size
+
+        if __name__ == "__main__":
+            atexit.register(leave)
+            try:
+                print("GOT", run(body, devices=3))
+            finally:
+                leave()
+        """,
+    )
+
+    ended = run_python(script, cwd=tmp_path)
+
+    assert ended.code == 0, ended.text
+    assert ended.lines("GOT") == ["GOT 3"]
+    assert (tmp_path / "left.log").read_text().splitlines() == ["left", "left"]
+
+
+def test_objects_that_rank_0_touched_stay_touched(tmp_path: Path) -> None:
+    """The launcher is rank 0: what its function changes needs no way back."""
+    script = write(
+        tmp_path,
+        """
+        import torch
+        from distribute import run
+
+        model = torch.nn.Linear(2, 1)
+        history = []
+
+        def body(ctx):
+            wrapped = ctx.model(model)
+            wrapped(torch.ones(4, 2)).sum().backward()
+            history.append(ctx.world_size)
+            return wrapped
+
+        if __name__ == "__main__":
+            returned = run(body, devices=2)
+            print("GOT", history, model.weight.grad.tolist(), returned is model)
+        """,
+    )
+
+    ended = run_python(script)
+
+    assert ended.code == 0, ended.text
+    assert ended.lines("GOT") == ["GOT [2] [[4.0, 4.0]] True"]
+
+
+def test_one_process_first_then_more_goes_to_another_method(tmp_path: Path) -> None:
+    """Re-exec serves a script's first call only; nothing is replayed."""
+    script = write(
+        tmp_path,
+        """
+        from distribute import distributed, run
+
+        @distributed(devices=2)
+        def body(ctx):
+            print(f"IN {ctx.rank} of {ctx.world_size}\\n", end="")
+            return ctx.world_size
+
+        if __name__ == "__main__":
+            print("METHOD", body.plan().method)
+            print("GOT", run(body, devices=1))
+            print("METHOD", body.plan().method)
+            print("GOT", body())
+        """,
+    )
+
+    ended = run_python(script)
+
+    assert ended.code == 0, ended.text
+    assert [line for line in ended.out.splitlines() if line[:3] in ("GOT", "MET")] == [
+        "METHOD reexec",
+        "GOT 1",
+        "METHOD fork",
+        "GOT 2",
+    ]
+    assert ended.lines("IN") == ["IN 0 of 1", "IN 0 of 2", "IN 1 of 2"]
+
+
+def test_an_interrupt_ends_the_call_once(tmp_path: Path) -> None:
+    """Ctrl-C while rank 0 is in a collective, where Python's handler is not heard."""
+    script = write(
+        tmp_path,
+        """
+        import os, signal, threading, time, sys
+        from distribute import run
+
+        def interrupt():
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        def body(ctx):
+            if ctx.rank == 0:
+                threading.Thread(target=interrupt).start()
+                while True:
+                    ctx.barrier()
+            time.sleep(600)
+
+        if __name__ == "__main__":
+            try:
+                run(body, devices=2, start_method=sys.argv[1])
+            except KeyboardInterrupt as error:
+                print("INTERRUPTED", error.__context__)
+            print("NEXT", run(lambda ctx: ctx.world_size, devices=2))
+        """,
+    )
+
+    ended = run_python(script, "reexec")
+
+    assert ended.code == 0, ended.text
+    assert ended.lines("INT") == ["INTERRUPTED None"]
+    assert ended.lines("NEXT") == ["NEXT 2"]
