@@ -225,12 +225,12 @@ def _no_reexec(machine: Machine, kept: bool, world_size: int) -> tuple[str, ...]
         return ()
     if not machine.main_thread:
         fact = "the call comes from a thread other than the main one"
-    elif machine.earlier_calls:
-        fact = "an earlier distributed call of this process had another world or failed"
     elif machine.interactive:
         fact = f"{machine.interactive} cannot be run again"
     elif not machine.script:
         fact = machine.no_script
+    elif machine.earlier_calls:
+        fact = "an earlier distributed call of this process had another world or failed"
     elif world_size == 1:
         fact = "one process needs no re-executed workers"
     else:

@@ -1,0 +1,165 @@
+"""The context: what a rank can do besides model, data and collectives."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distribute import Context, run
+
+FORK: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork"}
+
+
+def test_on_main_gives_its_value_and_its_exception_to_all() -> None:
+    """It runs on rank 0 only."""
+
+    def body(ctx: Context) -> tuple[int, int, str]:
+        pid = ctx.on_main(os.getpid)
+        with pytest.raises(ZeroDivisionError) as caught:
+            ctx.on_main(lambda x: x / 0, 1)
+        return ctx.rank, pid, str(caught.value)
+
+    one, two = run(body, returns="all", **FORK)
+
+    assert (one[0], two[0]) == (0, 1)
+    assert one[1] == two[1] != os.getpid()
+    assert one[2] == two[2] == "division by zero"
+
+
+def test_main_process_first_orders_the_ranks(tmp_path: Path) -> None:
+    """Rank 0 prepares, the others find it done."""
+
+    def body(ctx: Context) -> bool:
+        done = tmp_path / "done"
+        with ctx.main_process_first():
+            found = done.exists()
+            if not found:
+                time.sleep(0.3)
+                done.touch()
+        return found
+
+    assert run(body, returns="all", **FORK) == [False, True]
+
+
+def test_an_exception_in_main_process_first_frees_the_others() -> None:
+    """They do not wait for ever; the caller gets rank 0's own exception."""
+
+    def body(ctx: Context) -> None:
+        with ctx.main_process_first():
+            if ctx.is_main_process:
+                raise KeyError("no such file")
+
+    with pytest.raises(KeyError, match="no such file"):
+        run(body, **FORK)
+
+
+def test_print_is_rank_0_s_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    """One whole line."""
+    run(lambda ctx: ctx.print("rank", ctx.rank, "of", ctx.world_size), **FORK)
+
+    assert capfd.readouterr().out == "rank 0 of 2\n"
+
+
+def test_progress_shows_on_rank_0_and_iterates_on_all(capfd: pytest.CaptureFixture[str]) -> None:
+    """A bar for each rank would be noise."""
+    values = run(
+        lambda ctx: list(ctx.progress(range(3), desc=f"r{ctx.rank}")), returns="all", **FORK
+    )
+
+    assert values == [[0, 1, 2], [0, 1, 2]]
+    error = capfd.readouterr().err
+    assert "r0: 100%" in error
+    assert "r1" not in error
+
+
+def test_save_writes_once_and_whole_and_all_can_load(tmp_path: Path) -> None:
+    """The file has rank 0's state, plain names, and is there on every rank's return."""
+    path = tmp_path / "new" / "state.pt"
+
+    def body(ctx: Context) -> tuple[list[str], float]:
+        model = ctx.model(torch.nn.Linear(2, 1))
+        ctx.save({"model": model.state_dict(), "rank": ctx.rank, "epoch": 3}, path)
+        state = ctx.load(path)
+        assert state["rank"] == 0
+        assert state["epoch"] == 3
+        torch.nn.Linear(2, 1).load_state_dict(state["model"])
+        return sorted(state["model"]), float(state["model"]["weight"].sum())
+
+    one, two = run(body, returns="all", **FORK)
+
+    assert one == two
+    assert one[0] == ["bias", "weight"]
+    assert os.listdir(path.parent) == ["state.pt"]
+    umask = os.umask(0)
+    os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_a_failed_save_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    """Atomic: the file appears whole or not at all."""
+    path = tmp_path / "state.pt"
+
+    def body(ctx: Context) -> None:
+        ctx.save({"value": 1}, path)
+        ctx.save({"value": lambda: 1}, path)
+
+    with pytest.raises(Exception, match="pickle"):
+        run(body, **FORK)
+    assert os.listdir(tmp_path) == ["state.pt"]
+    assert torch.load(path) == {"value": 1}
+
+
+def test_every_member_works_in_a_world_of_one(tmp_path: Path) -> None:
+    """No process is started and no group is needed, and values have the same types."""
+
+    def body(ctx: Context) -> dict[str, Any]:
+        module = torch.nn.Linear(2, 1)
+        model = ctx.model(module)
+        with ctx.no_sync(model):
+            model(torch.ones(1, 2)).sum().backward()
+        ctx.sync_buffers(model)
+        ctx.barrier()
+        with ctx.main_process_first():
+            pass
+        ctx.save({"x": 1}, tmp_path / "x.pt")
+        return {
+            "pid": os.getpid(),
+            "same": model is module and ctx.unwrap(model) is module,
+            "facts": (ctx.rank, ctx.local_rank, ctx.node_rank, ctx.world_size, ctx.num_nodes),
+            "reduce": [ctx.all_reduce(3, op) for op in ("sum", "mean", "min", "max", "product")],
+            "gather": (ctx.all_gather(3), ctx.all_gather_object("x")),
+            "broadcast": (ctx.broadcast(3), ctx.broadcast_object("x")),
+            "main": ctx.on_main(lambda: 5),
+            "load": ctx.load(tmp_path / "x.pt"),
+            "batches": [len(one) for one in ctx.dataloader(torch.arange(5), batch_size=2)],
+        }
+
+    assert run(body, devices=1) == {
+        "pid": os.getpid(),
+        "same": True,
+        "facts": (0, 0, 0, 1, 1),
+        "reduce": [3, 3.0, 3, 3, 3],
+        "gather": ([3], ["x"]),
+        "broadcast": (3, "x"),
+        "main": 5,
+        "load": {"x": 1},
+        "batches": [2, 2, 1],
+    }
+
+
+def test_the_loader_shares_out_and_the_model_averages() -> None:
+    """One epoch: every sample once, gradients as in one process."""
+
+    def body(ctx: Context) -> tuple[list[int], int]:
+        loader = ctx.dataloader(torch.arange(10), batch_size=2, shuffle=True)
+        return [int(x) for batch in loader for x in batch], len(loader)
+
+    one, two = run(body, returns="all", **FORK)
+
+    assert one[1] == two[1] == 3
+    assert set(one[0]) | set(two[0]) == set(range(10))
