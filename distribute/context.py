@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -94,9 +94,13 @@ class Context:
 
     # -- model ---------------------------------------------------------------------------------
 
+    @overload
+    def model(self, module: M, *, sync_batchnorm: bool = False, **ddp_options: Any) -> M: ...
+    @overload
     def model(
-        self, module: M | Callable[[], M], *, sync_batchnorm: bool = False, **ddp_options: Any
-    ) -> M:
+        self, module: Callable[[], M], *, sync_batchnorm: bool = False, **ddp_options: Any
+    ) -> M: ...
+    def model(self, module: Any, *, sync_batchnorm: bool = False, **ddp_options: Any) -> Any:
         """Puts a model on this rank's device and keeps its ranks in step.
 
         Args:
@@ -108,7 +112,9 @@ class Context:
             The module wrapped in DDP, usable as the module itself (hence its type). In a world of
             one, and without trainable parameters, the module itself.
         """
-        wrapped = models.wrap(self._world, module, sync_batchnorm=sync_batchnorm, **ddp_options)
+        wrapped: nn.Module = models.wrap(
+            self._world, module, sync_batchnorm=sync_batchnorm, **ddp_options
+        )
         self._fold()
         return wrapped
 

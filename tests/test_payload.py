@@ -377,6 +377,14 @@ def test_a_lambda():
     assert sent(lambda x: x + 1)(1) == 2
 
 
+def test_a_function_that_travels_by_value_keeps_the_name_of_its_file():
+    """A traceback needs it to show the line."""
+    code = sent(lambda: 1 / 0).__code__
+
+    assert code.co_filename == __file__
+    assert code.co_firstlineno > 1
+
+
 def test_a_closure_brings_what_it_holds():
     weight = torch.full((LARGE,), 2.0)
     factor = 3
