@@ -71,9 +71,8 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     print(f"{cores} cores, torch {torch.__version__}, 2 ranks, seconds from call to value")
     print(f"median of {firsts} first call(s); median and minimum of {repeats} later calls\n")
-    print(
-        f"{'start method':14}{'first call':>12}  {'later calls':16}{'median':>8}{'min':>8}{'target':>8}"
-    )
+    heads = "start method", "first call", "later calls", "median", "min", "target"
+    print("{:14}{:>12}  {:16}{:>8}{:>8}{:>8}".format(*heads))
     for name, strategy, later, target in METHODS:
         first = median(first_call(strategy) for _ in range(firsts))
         wanted = "-" if target is None else f"{target:.2f}"

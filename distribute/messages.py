@@ -60,6 +60,13 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Joining:
+    """From a worker: I have my task and go to meet the others."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class Joined:
     """From a worker: I have joined the process group of the call."""
 

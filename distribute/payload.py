@@ -151,7 +151,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _reduce_torch(self, obj: Any) -> Any:
         import torch
 
-        kind: Any = type(obj)
+        kind: object = obj.__class__
         if kind is torch.UntypedStorage and obj.device.type == "cpu":
             self._kept.append(obj)
             return _storage, (pickle.PickleBuffer(_storage_view(obj)), obj.nbytes())

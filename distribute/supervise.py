@@ -19,7 +19,7 @@ from typing import Any
 from distribute.channel import Channel
 from distribute.errors import CallMismatch, DistributeError, JoinTimeout
 from distribute.interrupt import Guard
-from distribute.messages import Call, Close, Go, Joined, Ready, Site, Stop
+from distribute.messages import Call, Close, Go, Joined, Joining, Ready, Site, Stop
 from distribute.outcome import Outcome
 from distribute.process import Process, send_signal
 
@@ -113,6 +113,7 @@ class Supervisor:
         self._noticed = False
         self._called = False
         self._going = False
+        self._joining: set[int] = set()
         self._joined: set[int] = set()
         self._gone: set[int] = set()
         self.outcomes: dict[int, Outcome] = {}
@@ -169,7 +170,7 @@ class Supervisor:
 
     def _finished(self) -> bool:
         if self.cause is None:
-            return len(self.outcomes) == len(self.workers)
+            return len(self.outcomes) == len(self.workers) and self._suspect is None
         return all(
             worker.rank in (self.outcomes if worker.process is None else self._gone)
             for worker in self.workers
@@ -195,7 +196,8 @@ class Supervisor:
             if worker.process is not None and worker.process.fileno() < 0:
                 self._look(worker)
         if self.cause is None:
-            if self._suspect is not None and now >= self._suspect:
+            everybody = len(self.outcomes) == len(self.workers)
+            if self._suspect is not None and (everybody or now >= self._suspect):
                 self._settle(self._first_failure())
             elif len(self._joined) < len(self.workers):
                 self._check_joining(now)
@@ -214,6 +216,8 @@ class Supervisor:
             return
         if isinstance(message, Ready):
             worker.ready = message
+        elif isinstance(message, Joining):
+            self._joining.add(message.rank)
         elif isinstance(message, Joined):
             self._joined.add(message.rank)
         elif isinstance(message, Outcome):
@@ -314,14 +318,19 @@ class Supervisor:
         if outcome.echo or outcome.kind == "freed":
             if self._suspect is None:
                 self._suspect = time.monotonic() + ECHO_SECONDS
-            return
-        self._settle(self._first_failure())
+        else:
+            self._suspect = outcome.time
 
     def _first_failure(self) -> BaseException:
         failed = [one for one in self.outcomes.values() if one.failed]
         first = min(failed, key=lambda one: (one.kind == "freed", one.echo, one.time))
         self._cause_rank = first.rank
-        return first.error()
+        error = first.error()
+        returned = [one.rank for one in self.outcomes.values() if not one.failed]
+        if first.echo and returned:
+            ranks = ", ".join(map(str, sorted(returned)))
+            error.add_note(f"rank(s) {ranks} had returned, while this rank waited for them")
+        return error
 
     def _check_joining(self, now: float) -> None:
         waited = now - self._began
@@ -342,10 +351,13 @@ class Supervisor:
         return self._timeout
 
     def _missing(self) -> list[int]:
+        # Those that have come to the meeting wait there for those that have not.
+        late = len(self._joining) < len(self.workers)
+        there = self._joining if late else self._joined
         return [
             worker.rank
             for worker in self.workers
-            if (worker.ready is None if not self._called else worker.rank not in self._joined)
+            if (worker.ready is None if not self._called else worker.rank not in there)
         ]
 
     def _late(self) -> BaseException:

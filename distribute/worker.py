@@ -4,6 +4,7 @@
        |  (process is started)          |   settle: directory, search path, threads, device
        |  <---------- Ready ----------- |   prove (after a fork): threads work
        |  ----------- Call -----------> |   unpack the task, join the call's process group
+       |  <---------- Joining --------- |
        |  <---------- Joined ---------- |
        |  ------------ Go ------------> |   once all ranks have joined: run the function
        |  <---------- Outcome --------- |   leave the process group
@@ -29,7 +30,7 @@ from distribute.context import Context, entered
 from distribute.environment import WORKER_MARKER
 from distribute.interrupt import WorldEnded
 from distribute.link import Link, WatchedLink
-from distribute.messages import Call, Close, Go, Joined, Ready, Stop
+from distribute.messages import Call, Close, Go, Joined, Joining, Ready, Stop
 from distribute.outcome import Outcome
 from distribute.place import Place, marked
 from distribute.rendezvous import Rendezvous
@@ -109,6 +110,7 @@ def run_call(
     rank = seat.place.rank
     try:
         task = take()
+        link.send(Joining(rank))
         context = seat.join(call)
         link.send(Joined(rank))
         while not isinstance(message := link.receive(), Go):

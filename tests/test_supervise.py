@@ -1,0 +1,207 @@
+"""The first failure ends the rest, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distribute import Context, JoinTimeout, WorkerDied, WorkerError, run
+
+FORK: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork"}
+
+
+def test_the_first_of_two_failures_is_the_news() -> None:
+    """By the machine's clock, not by rank."""
+
+    def body(ctx: Context) -> None:
+        time.sleep(0.0 if ctx.rank == 1 else 0.3)
+        raise ValueError(f"from {ctx.rank}")
+
+    with pytest.raises(ValueError, match="from 1"):
+        run(body, **FORK)
+
+
+def test_a_closed_connection_is_not_the_news() -> None:
+    """The rank that died is, although its peer noticed first and said so at once."""
+
+    def body(ctx: Context) -> None:
+        if ctx.rank == 1:
+            os.close(os.pidfd_open(os.getpid()))
+            os._exit(5)
+        ctx.barrier()
+
+    for _ in range(5):
+        with pytest.raises(WorkerDied, match="rank 1 ended with exit code 5"):
+            run(body, **FORK)
+
+
+def test_a_rank_that_returns_frees_the_one_that_waits_for_it() -> None:
+    """The waiting rank's error names the place; the call does not hang."""
+
+    def body(ctx: Context) -> None:
+        if ctx.rank == 1:
+            ctx.barrier()
+
+    with pytest.raises(RuntimeError) as caught:
+        run(body, **FORK)
+
+    assert "raised by rank 1" in caught.value.__notes__[0]
+    assert caught.value.__notes__[1] == "rank(s) 0 had returned, while this rank waited for them"
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: Path) -> None:
+    """The cause stays the cause."""
+
+    def body(ctx: Context) -> None:
+        if ctx.rank == 1:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            (tmp_path / "pid").write_text(str(os.getpid()))
+            ctx.barrier()
+            time.sleep(600)
+        ctx.barrier()
+        raise ValueError("the cause")
+
+    with pytest.raises(ValueError, match="the cause"):
+        run(body, grace=0.3, **FORK)
+
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+@pytest.mark.parametrize("end", ["returns", "raises", "dies"])
+def test_what_a_rank_started_ends_with_it(tmp_path: Path, end: str) -> None:
+    """Loader workers and other children are in its process group."""
+
+    def body(ctx: Context) -> None:
+        child = subprocess.Popen(["sleep", "600"])
+        (tmp_path / f"pid{ctx.rank}").write_text(str(child.pid))
+        ctx.barrier()
+        if ctx.rank == 1 and end == "raises":
+            raise ValueError
+        if ctx.rank == 1 and end == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        run(body, **FORK)
+    except (ValueError, WorkerDied):
+        assert end != "returns"
+    else:
+        assert end == "returns"
+
+    for rank in (0, 1):
+        pid = int((tmp_path / f"pid{rank}").read_text())
+        limit = time.monotonic() + 5
+        while Path(f"/proc/{pid}").exists() and time.monotonic() < limit:
+            time.sleep(0.01)
+        assert not Path(f"/proc/{pid}").exists()
+
+
+class _Slow:
+    """Takes long to arrive, on rank 1 only."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _slow, ()
+
+
+def _slow() -> None:
+    if os.environ.get("RANK") == "1":
+        time.sleep(600)
+
+
+def test_ranks_that_do_not_join_in_time_are_named() -> None:
+    """A timeout of its own, apart from that of collectives."""
+    with pytest.raises(JoinTimeout, match=r"rank\(s\) 1 of 2 did not join within 2 s"):
+        run(
+            lambda ctx, slow: None,
+            _Slow(),
+            devices=2,
+            strategy="ddp_forkserver",
+            rendezvous_timeout=2,
+        )
+
+
+_hang_children: list[bool] = []
+
+
+def _hang() -> None:
+    if _hang_children:
+        time.sleep(600)
+
+
+os.register_at_fork(after_in_child=_hang)
+
+
+def test_forks_that_do_not_work_are_replaced(capfd: pytest.CaptureFixture[str]) -> None:
+    """One line says so, and the call succeeds."""
+    _hang_children.append(True)
+    try:
+        values = run(lambda ctx: ctx.all_gather(ctx.rank), **FORK)
+    finally:
+        _hang_children.clear()
+
+    assert values == [0, 1]
+    assert capfd.readouterr().err.count("the fork server takes over") == 1
+
+
+class TwoArguments(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def test_an_exception_that_cannot_be_rebuilt_arrives_as_text() -> None:
+    """With its type's name, its text and its traceback."""
+
+    def body(ctx: Context) -> None:
+        if ctx.rank == 1:
+            raise TwoArguments(1, 2)
+        ctx.barrier()
+
+    with pytest.raises(WorkerError) as caught:
+        run(body, **FORK)
+
+    assert caught.value.rank == 1
+    assert caught.value.type_name.endswith("TwoArguments")
+    assert caught.value.text == "1 and 2"
+    assert "raise TwoArguments(1, 2)" in caught.value.traceback
+
+
+def test_a_value_that_cannot_be_pickled_is_an_error_of_its_rank() -> None:
+    """Not a hang, and not a None."""
+
+    def body(ctx: Context) -> object:
+        import threading
+
+        return threading.Lock()
+
+    with pytest.raises(TypeError, match="cannot pickle '_thread.lock' object"):
+        run(body, **FORK)
+
+
+def test_an_interrupt_of_the_caller_ends_all_ranks(tmp_path: Path) -> None:
+    """One KeyboardInterrupt; the next call works."""
+    import threading
+
+    def body(ctx: Context) -> None:
+        ctx.barrier()
+        (tmp_path / f"there{ctx.rank}").touch()
+        time.sleep(600)
+
+    def interrupt() -> None:
+        while len(os.listdir(tmp_path)) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(body, **FORK)
+    finally:
+        thread.join()
+    assert run(lambda ctx: ctx.world_size, **FORK) == 2
