@@ -85,9 +85,7 @@ class Channel:
             EOFError: The other end is gone.
         """
         try:
-            header, descriptors, _, _ = socket.recv_fds(
-                self._socket, _HEADER.size, _MOST_DESCRIPTORS, _CLOEXEC
-            )
+            header, descriptors = self._header()
             if not header:
                 raise EOFError
             header += self._exactly(_HEADER.size - len(header))
@@ -96,6 +94,17 @@ class Channel:
         except ConnectionError as error:
             raise EOFError from error
         return message, descriptors[:count]
+
+    def _header(self) -> tuple[bytes, list[int]]:
+        # Not socket.recv_fds: it ignores its flags, and what a rank starts would inherit them.
+        room = socket.CMSG_LEN(_MOST_DESCRIPTORS * struct.calcsize("i"))
+        header, extra, _, _ = self._socket.recvmsg(_HEADER.size, room, _CLOEXEC)
+        found: list[int] = []
+        for level, kind, data in extra:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                whole = len(data) // struct.calcsize("i")
+                found += struct.unpack(f"{whole}i", data[: whole * struct.calcsize("i")])
+        return header, found
 
     def _exactly(self, size: int) -> bytes:
         parts: list[bytes] = []

@@ -11,7 +11,10 @@ import sys
 from dataclasses import dataclass
 
 # Programs that host the user's code: running them again would not lead to the user's call.
-_HOSTS = ("pytest", "py.test", "unittest", "pdb", "ipykernel", "ipykernel_launcher", "IPython")
+_HOSTS = (
+    "IPython", "cProfile", "coverage", "debugpy", "ipykernel", "ipykernel_launcher", "kernprof",
+    "pdb", "profile", "py.test", "pytest", "trace", "unittest", "viztracer",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class WorkerError(DistributeError, RuntimeError):
     """Raised in place of a rank's exception that could not be sent or rebuilt.
 
     Attributes:
-        rank: The rank that raised.
+        rank: The rank that raised; -1 for a link of another exception's chain.
         type_name: Qualified name of the exception's type.
         text: The exception's text.
         traceback: The formatted traceback of the rank.
@@ -67,10 +67,8 @@ class WorkerError(DistributeError, RuntimeError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return (
-            f"rank {self.rank} raised {self.type_name}: {self.text} "
-            f"(shown as WorkerError because {self.reason})"
-        )
+        who = f"rank {self.rank} raised " if self.rank >= 0 else ""
+        return f"{who}{self.type_name}: {self.text} (shown as WorkerError because {self.reason})"
 
 
 class WorkerDied(DistributeError, RuntimeError):

@@ -9,8 +9,8 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from distribute import tree
 from distribute.errors import RemoteTraceback, WorkerDied, WorkerError
+from distribute.home import home
 from distribute.payload import Payload, pack
 
 Kind = Literal["returned", "raised", "exited", "killed", "freed"]
@@ -137,30 +137,6 @@ def returned(rank: int, value: Any, *, local: bool) -> Outcome:
     return Outcome(rank, "returned", payload=pack(value, home=True))
 
 
-def home(value: Any) -> Any:
-    """Returns a value as it arrives from another process: the same type under every method.
-
-    Tensors are detached and on the CPU, models without their data-parallel wrapper.
-    """
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
-    changed: list[bool] = []
-
-    def convert(leaf: Any) -> Any:
-        if type(leaf) is torch.Tensor and (leaf.requires_grad or leaf.device.type != "cpu"):
-            changed.append(True)
-            return leaf.detach().cpu()
-        if isinstance(leaf, DistributedDataParallel):
-            changed.append(True)
-            return cast("Any", leaf.module)
-        return leaf
-
-    converted = tree.map_leaves(convert, value)
-    # Otherwise the very object comes back: the caller may hold it already.
-    return converted if changed else value
-
-
 def exited(rank: int, code: int, detail: str) -> Outcome:
     """Makes the outcome of a rank whose function asked for the end of its process."""
     return Outcome(rank, "exited", exit_code=code, detail=detail)
@@ -185,11 +161,25 @@ def raised(rank: int, error: BaseException, *, local: bool) -> Outcome:
     if local:
         outcome.local = error
         return outcome
-    try:
+    facts.unsent = _obstacle(error)
+    if not facts.unsent:
         outcome.payload = pack(_links(error), home=True)
-    except Exception as problem:
-        facts.unsent = f"it cannot be pickled: {type(problem).__name__}: {_text(problem)}"
     return outcome
+
+
+def _obstacle(error: BaseException) -> str:
+    """Returns why an exception cannot travel, or an empty string; its chain apart."""
+    verb = "pickled"
+    try:
+        payload = pack(error, home=True)
+        verb = "rebuilt here"
+        try:
+            payload.load()
+        finally:
+            payload.close()
+    except Exception as problem:
+        return f"it cannot be {verb}: {type(problem).__name__}: {_text(problem)}"
+    return ""
 
 
 # An exception with what pickle leaves behind: cause, context, suppression of the context, notes.
@@ -205,10 +195,28 @@ def _links(error: BaseException) -> list[_Link]:
             continue
         found[id(one)] = one
         waiting += [one.__context__, one.__cause__]
+        if isinstance(one, BaseExceptionGroup):
+            waiting += cast("BaseExceptionGroup[BaseException]", one).exceptions
+    sent = {key: _stand_in(one) for key, one in found.items()}
     return [
-        (one, one.__cause__, one.__context__, one.__suppress_context__, _notes(one))
-        for one in found.values()
+        (
+            sent[key],
+            one.__cause__ and sent[id(one.__cause__)],
+            one.__context__ and sent[id(one.__context__)],
+            one.__suppress_context__,
+            _notes(one),
+        )
+        for key, one in found.items()
     ]
+
+
+def _stand_in(error: BaseException) -> BaseException:
+    """Returns the exception itself, or one that tells of it where it cannot travel."""
+    reason = _obstacle(error)
+    if not reason:
+        return error
+    name = f"{type(error).__module__}.{type(error).__qualname__}"
+    return WorkerError(-1, name, _text(error), "", reason)
 
 
 def _arrive(links: list[_Link]) -> BaseException:

@@ -12,17 +12,17 @@ import importlib
 import importlib.machinery
 import io
 import marshal
-import mmap
 import os
 import pickle
 import sys
-import tempfile
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
+
+from distribute import memory
 
 if TYPE_CHECKING:
     import torch
@@ -56,17 +56,16 @@ class Payload:
 
     def load(self) -> Any:
         """Rebuilds the object; its tensors and arrays are writable and private to this process."""
-        total = sum(self.sizes)
         if self.inline is not None:
             whole = memoryview(bytearray(self.inline))
         else:
             assert self.memory is not None
-            whole = memoryview(mmap.mmap(self.memory, total, flags=mmap.MAP_PRIVATE))
+            whole = memory.mapped(self.memory, sum(map(_padded, self.sizes)))
         parts: list[memoryview] = []
         start = 0
         for size in self.sizes:
             parts.append(whole[start : start + size])
-            start += size
+            start += _padded(size)
         return pickle.loads(parts[0], buffers=parts[1:])
 
     def close(self) -> None:
@@ -92,15 +91,15 @@ def pack(obj: object, *, main_names: frozenset[str] | None = None, home: bool = 
     _Pickler(stream, buffers.append, main_names, home).dump(obj)
     views = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
     sizes = [view.nbytes for view in views]
-    if sum(sizes) <= INLINE_BYTES:
-        return Payload(sizes, b"".join(views))
-    memory = _memory_file()
-    try:
-        _write_all(memory, views)
-    except BaseException:
-        os.close(memory)
-        raise
-    return Payload(sizes, None, memory)
+    parts = [part for view in views for part in (view, bytes(_padded(view.nbytes) - view.nbytes))]
+    if sum(map(_padded, sizes)) <= INLINE_BYTES:
+        return Payload(sizes, b"".join(parts))
+    return Payload(sizes, None, memory.written(parts))
+
+
+def _padded(size: int) -> int:
+    # Numbers must not lie across their own alignment; a cache line is enough for all of them.
+    return -(-size // 64) * 64
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -248,10 +247,19 @@ def importable(module_name: str | None) -> bool:
             return False
         path = cast("Sequence[str] | None", getattr(sys.modules.get(parent), "__path__", None))
     try:
-        found = importlib.machinery.PathFinder.find_spec(module_name, path)
+        found = _find_spec(module_name, path)
     except (ImportError, ValueError):
         return False
-    return found is None or found.origin == origin
+    return found is not None and found.origin == origin
+
+
+def _find_spec(name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+    # Not importlib.util.find_spec: that answers with what is loaded here already.
+    for finder in sys.meta_path:
+        found = finder.find_spec(name, path)
+        if found is not None:
+            return found
+    return None
 
 
 _STDLIB = frozenset(sys.stdlib_module_names) | {"torch", "distribute", "cloudpickle", "numpy"}
@@ -264,7 +272,8 @@ class _by_value:
         self._module: types.ModuleType | None = None
         if isinstance(obj, type | types.FunctionType) and not importable(obj.__module__):
             module = sys.modules.get(obj.__module__)
-            if module is not None and obj.__module__ != "__main__":
+            known = obj.__module__ in cloudpickle.list_registry_pickle_by_value()
+            if module is not None and obj.__module__ != "__main__" and not known:
                 self._module = module
 
     def __enter__(self) -> None:
@@ -274,18 +283,3 @@ class _by_value:
     def __exit__(self, *_: object) -> None:
         if self._module is not None:
             cloudpickle.unregister_pickle_by_value(self._module)
-
-
-def _memory_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("distribute", os.MFD_CLOEXEC)
-    descriptor, path = tempfile.mkstemp(prefix="distribute-")  # mode 0600
-    os.unlink(path)
-    return descriptor
-
-
-def _write_all(descriptor: int, views: list[memoryview]) -> None:
-    for view in views:
-        rest = view.cast("B")
-        while rest.nbytes:
-            rest = rest[os.write(descriptor, rest) :]

@@ -133,7 +133,8 @@ def resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> P
     if machine.group is not None:
         rank, size, held = machine.group
         reason = f"this process already holds a process group ({held}, rank {rank} of {size})"
-        asked = None if request.devices == "auto" else len(devices) * num_nodes
+        nodes = num_nodes if external is None else external.num_nodes
+        asked = None if request.devices == "auto" else len(devices) * nodes
         if asked not in (None, size):
             raise RequestError(
                 f"devices={request.devices!r}, num_nodes={num_nodes}",
@@ -142,7 +143,7 @@ def resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> P
             )
         return Plan(
             "attached", reason, devices=devices, backend=held, world_size=size,
-            num_nodes=external.num_nodes if external else 1, external=external, **rest,
+            num_nodes=nodes, external=external, **rest,
         )  # fmt: skip
     if external is not None:
         _check_external(request, external)
@@ -187,6 +188,8 @@ def _method(
     machine: Machine,
 ) -> tuple[Method, str]:
     kept = machine.kept == devices and machine.kept_accelerator == accelerator
+    # Freeing rank 0 takes signals, which only the main thread gets.
+    kept = kept and machine.main_thread
     if wanted is not None:
         obstacle = _OBSTACLES[wanted](machine, kept, world_size)
         if obstacle:
@@ -318,7 +321,7 @@ def _backend(request: Request, machine: Machine, accelerator: str) -> str:
     if asked == "auto":
         defaults = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "hpu": "hccl", "mps": "gloo"}
         return defaults.get(accelerator, "gloo")
-    for part in asked.lower().split(","):
+    for part in str(asked).lower().split(","):
         name = part.rpartition(":")[2].strip()
         if name not in machine.backends:
             raise RequestError(
@@ -326,7 +329,7 @@ def _backend(request: Request, machine: Machine, accelerator: str) -> str:
                 f"this torch has {', '.join(sorted(machine.backends))}",
                 'pass one of them, or leave it to "auto"',
             )
-    return asked.lower()
+    return str(asked).lower()
 
 
 def _check_external(request: Request, external: External) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -23,6 +24,10 @@ STRATEGIES: dict[str, StartMethod | None] = {
     "ddp_notebook": "fork",
     "ddp_forkserver": "forkserver",
 }
+
+
+# torch takes a timedelta, which ends at about this many seconds.
+_LONGEST = 1e13
 
 
 class Options(TypedDict, total=False):
@@ -140,7 +145,7 @@ def seconds(name: str, value: object, least: float | None = None) -> float | Non
     given = value.total_seconds() if isinstance(value, timedelta) else value
     if isinstance(given, bool) or not isinstance(given, int | float):
         given = -1.0
-    if given > 0 or given == least:
+    if math.isfinite(given) and (given > 0 or given == least) and given < _LONGEST:
         return float(given)
     raise RequestError(
         f"{name}={value!r}", "it is a positive number of seconds", "pass a number or a timedelta"

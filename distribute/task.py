@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
 import sys
+import types
 import typing
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from distribute.payload import Payload, pack
 
@@ -81,18 +84,50 @@ def context_position(function: Callable[..., Any]) -> int | None:
 def _is_context(annotation: object, function: Callable[..., Any]) -> bool:
     module = sys.modules.get("distribute.context")
     context = getattr(module, "Context", None)
+    if isinstance(annotation, typing.ForwardRef):
+        annotation = annotation.__forward_arg__
     if isinstance(annotation, str):
         # Not evaluated: what is imported under TYPE_CHECKING does not exist at run time.
         root, *path = annotation.strip("'\" ").split(".")
-        found = getattr(inspect.unwrap(function), "__globals__", {}).get(root)
+        inside = _inside(function)
+        found = getattr(inside, "__globals__", {}).get(root)
         if found is None:
-            return [root, *path][-1] == "Context"
+            ours = _imported_from(inside, root) in (None, "distribute", "distribute.context")
+            return ours and [root, *path][-1] == "Context"
         for name in path:
             found = getattr(found, name, None)
         return found is context
-    if isinstance(annotation, typing.ForwardRef):
-        return annotation.__forward_arg__ == "Context"
-    return annotation is context
+    return context is not None and annotation is context
+
+
+def _inside(function: Any) -> Any:
+    """Returns the plain function in a partial, a bound method, a wrapper or a callable object."""
+    while True:
+        if isinstance(function, functools.partial):
+            function = cast("Any", function.func)
+        elif isinstance(function, types.MethodType):
+            function = function.__func__
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        elif hasattr(function, "__globals__"):
+            return function
+        else:
+            return cast("Any", vars(function.__class__).get("__call__"))
+
+
+def _imported_from(function: Any, name: str) -> str | None:
+    """Returns the module that a module's source imports a name from, or None if it does not."""
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    try:
+        tree = ast.parse(inspect.getsource(module)) if module is not None else None
+    except (OSError, TypeError, SyntaxError):
+        tree = None
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for one in node.names:
+                if name == (one.asname or one.name.partition(".")[0]):
+                    return node.module if isinstance(node, ast.ImportFrom) else one.name
+    return None
 
 
 def check_arguments(task: Task) -> None:

@@ -29,8 +29,8 @@ collectives randomness
 sharding
 messages outcome task link
 plan channel
-machine request place payload
-ambient command devices environment errors interrupt openmp process rendezvous tree world
+machine request place payload home
+ambient command devices environment errors interrupt memory openmp process rendezvous tree world
 launchers.__init__
 """  # noqa: E501
 RANK = {name: -row for row, line in enumerate(LAYERS.split("\n")) for name in line.split()}

@@ -216,7 +216,9 @@ def test_a_small_object_is_in_the_message():
 
     assert payload.memory is None
     assert payload.inline is not None
-    assert len(payload.inline) == sum(payload.sizes) <= INLINE_BYTES
+    # Every part begins at a multiple of 64 bytes.
+    assert 0 <= len(payload.inline) - sum(payload.sizes) < 64 * len(payload.sizes)
+    assert len(payload.inline) <= INLINE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -229,7 +231,9 @@ def test_a_large_object_is_in_a_memory_file(obj: Any):
 
     assert payload.inline is None
     assert payload.memory is not None
-    assert os.fstat(payload.memory).st_size == sum(payload.sizes) >= 1 << 20
+    padding = os.fstat(payload.memory).st_size - sum(payload.sizes)
+    assert 0 <= padding < 64 * len(payload.sizes)
+    assert sum(payload.sizes) >= 1 << 20
     assert not os.get_inheritable(payload.memory)
 
     found = payload.load()
@@ -474,7 +478,7 @@ def test_what_the_user_registered_with_cloudpickle_stays_so(loose: ModuleType, r
 
 @pytest.mark.parametrize(
     ("name", "can"),
-    [("json", True), ("torch.nn", True), ("psutil", True), ("__main__", False), (None, False)],
+    [("json", True), ("torch.nn", True), ("pytest", True), ("__main__", False), (None, False)],
 )
 def test_what_a_fresh_interpreter_can_import(name: str | None, can: bool):
     assert importable(name) == can

@@ -17,6 +17,7 @@ from distribute import ambient, collectives, devices, outcome, rendezvous
 from distribute.context import Context
 from distribute.environment import External
 from distribute.errors import CallMismatch
+from distribute.home import home
 from distribute.messages import Site
 from distribute.outcome import Outcome
 from distribute.plan import Plan
@@ -63,8 +64,8 @@ def _in_world(plan: Plan, world: World, task: Task, site: Site) -> Any:
         context = Context(dataclasses.replace(world, seed=seed))
         value = run_user(context, _with_plain(task, arguments[0]))
         if plan.returns == "all":
-            return collectives.all_gather_object(world, outcome.home(value))
-        return _of_main(world, outcome.home(value))
+            return collectives.all_gather_object(world, home(value))
+        return _of_main(world, home(value))
     finally:
         if plan.seed is not None:
             before.restore()
