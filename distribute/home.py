@@ -41,12 +41,16 @@ def _parts(value: Any) -> dict[Any, Any]:
     kind = value.__class__
     if kind in (dict, OrderedDict, defaultdict):
         return {**value}
-    if kind in (list, tuple) or (isinstance(value, tuple) and hasattr(kind, "_make")):
-        return {**dict(enumerate(cast("Any", value)))}
+    if kind in (list, tuple) or _is_named_tuple(kind):
+        return dict(enumerate(value))
     if dataclasses.is_dataclass(kind):
-        names = [one.name for one in dataclasses.fields(kind)]
+        names = [one.name for one in dataclasses.fields(cast("Any", kind))]
         return {name: getattr(value, name) for name in names if hasattr(value, name)}
     return {}
+
+
+def _is_named_tuple(kind: Any) -> bool:
+    return issubclass(kind, tuple) and hasattr(kind, "_make")
 
 
 def _with_parts(value: Any, parts: dict[Any, Any], changed: dict[Any, Any]) -> Any:

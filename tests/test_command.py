@@ -160,7 +160,8 @@ def test_the_profiler_is_not_started_again(script: Path, tmp_path: Path):
     assert "out.prof" not in found["command"]
 
 
-def test_a_test_runner_is_not_started_again(tmp_path: Path):
+@pytest.mark.parametrize("flags", [(), ("-W", "ignore"), ("-X", "utf8", "-u"), ("-Wignore",)])
+def test_a_test_runner_is_not_started_again(flags: tuple[str, ...], tmp_path: Path):
     (tmp_path / "test_it.py").write_text(
         "import unittest\n"
         "class Test(unittest.TestCase):\n"
@@ -168,7 +169,7 @@ def test_a_test_runner_is_not_started_again(tmp_path: Path):
         f"        exec({PROBE!r}, {{'__name__': 'probe'}})\n"
     )
 
-    found = start("-m", "unittest", "test_it", cwd=tmp_path)
+    found = start("-m", "unittest", "test_it", flags=flags, cwd=tmp_path)
 
     assert found["command"] == []
     assert "unittest" in found["why"]

@@ -570,7 +570,7 @@ def test_only_a_collective_may_take_torchs_own_time(option: str):
     assert f"{option}=None" in refusal(cpus(), **{option: None})
 
 
-@pytest.mark.parametrize("option", ["timeout", "rendezvous_timeout", "grace"])
+@pytest.mark.parametrize("option", ["timeout", "rendezvous_timeout"])
 def test_an_endless_duration_is_refused_or_can_be_given_to_torch(option: str):
     """torch takes a timedelta, which has no infinity."""
     try:
