@@ -37,11 +37,16 @@ def _home(value: Any, seen: dict[int, Any]) -> Any:
     return value
 
 
+# Not their subclasses, which may refuse to be rebuilt.
+_DICTS: list[Any] = [dict, OrderedDict, defaultdict]
+_SEQUENCES: list[Any] = [list, tuple]
+
+
 def _parts(value: Any) -> dict[Any, Any]:
     kind = value.__class__
-    if kind in (dict, OrderedDict, defaultdict):
+    if kind in _DICTS:
         return {**value}
-    if kind in (list, tuple) or _is_named_tuple(kind):
+    if kind in _SEQUENCES or _is_named_tuple(kind):
         return dict(enumerate(value))
     if dataclasses.is_dataclass(kind):
         names = [one.name for one in dataclasses.fields(cast("Any", kind))]
