@@ -47,7 +47,7 @@ def _parts(value: Any) -> dict[Any, Any]:
     if kind in _DICTS:
         return {**value}
     if kind in _SEQUENCES or _is_named_tuple(kind):
-        return dict(enumerate(value))
+        return dict(enumerate(cast("tuple[Any, ...]", value)))
     if dataclasses.is_dataclass(kind):
         names = [one.name for one in dataclasses.fields(cast("Any", kind))]
         return {name: getattr(value, name) for name in names if hasattr(value, name)}
@@ -55,7 +55,7 @@ def _parts(value: Any) -> dict[Any, Any]:
 
 
 def _is_named_tuple(kind: Any) -> bool:
-    return issubclass(kind, tuple) and hasattr(kind, "_make")
+    return hasattr(kind, "_make") and issubclass(kind, tuple)
 
 
 def _with_parts(value: Any, parts: dict[Any, Any], changed: dict[Any, Any]) -> Any:

@@ -442,6 +442,9 @@ class ReadOnly(dict[str, int]):
     def __setitem__(self, key: str, value: int) -> None:
         raise TypeError("read only")
 
+    def __reduce__(self) -> Any:
+        return ReadOnly, (dict(self),)
+
 
 def circle() -> list[Any]:
     value: list[Any] = [1]

@@ -463,6 +463,16 @@ def test_what_nobody_else_can_import_travels_by_value(loose: ModuleType):
     assert type(thing).__name__ == "Kind"
 
 
+def test_an_import_hook_of_the_old_kind_is_passed_over(
+    loose: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    """Python's own import does so: a finder need not have `find_spec`."""
+    monkeypatch.setattr(sys, "meta_path", [object(), *sys.meta_path])
+
+    assert not importable("loose_module")
+    assert sent(loose.answer)() == 42
+
+
 @pytest.mark.parametrize("registered", [True, False])
 def test_what_the_user_registered_with_cloudpickle_stays_so(loose: ModuleType, registered: bool):
     if registered:

@@ -68,6 +68,10 @@ class OthersCommand:
     def __call__(self, ctx: Other.Context) -> None: ...
 
 
+class OthersSubcommand(OthersCommand):
+    pass
+
+
 @pytest.mark.parametrize(
     ("function", "position"),
     [
@@ -109,8 +113,8 @@ def test_position_of_the_context(function: Callable[..., Any], position: int | N
 
 @pytest.mark.parametrize(
     "function",
-    [others_under_type_checking, functools.partial(others), OthersCommand()],
-    ids=["under TYPE_CHECKING", "partial", "callable object"],
+    [others_under_type_checking, functools.partial(others), OthersCommand(), OthersSubcommand()],
+    ids=["under TYPE_CHECKING", "partial", "callable object", "inherited"],
 )
 def test_another_librarys_context_is_left_alone(function: Callable[..., Any]):
     assert context_position(function) is None
