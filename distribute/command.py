@@ -63,7 +63,8 @@ def command() -> tuple[tuple[str, ...], str]:
 def _why_not() -> str:
     if getattr(sys, "frozen", False):
         return "a frozen program has no script to run again"
-    if "PYTEST_CURRENT_TEST" in os.environ:
+    # A program that a test starts inherits the variable, and is no test.
+    if "PYTEST_CURRENT_TEST" in os.environ and "_pytest" in sys.modules:
         return "pytest runs this, and would run its tests again"
     parent = sys.modules.get("multiprocessing.process")
     if parent is not None and parent.parent_process() is not None:

@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# "<descriptor of the control channel, or ->:<process id>". The id tells a worker from a program
-# that a rank started, which inherits the variable and is no rank.
+from distribute.errors import RequestError
+
+# "<descriptor of the control channel, or ->:<port of its world>:<process id>". The id tells a
+# worker from a program that a rank started, which inherits the variable and is no rank; the port
+# tells the variables of that rank from those of a launcher in between.
 WORKER_MARKER = "DISTRIBUTE_WORKER"
 
 _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -41,13 +44,18 @@ class External:
 
 def is_worker(environ: Mapping[str, str], pid: int) -> bool:
     """Tells whether this very process is a worker."""
-    return environ.get(WORKER_MARKER, "").partition(":")[2] == str(pid)
+    return _marker(environ)[2] == str(pid)
 
 
 def worker_descriptor(environ: Mapping[str, str], pid: int) -> int | None:
     """Returns the control channel's descriptor that this re-executed worker was started with."""
-    descriptor = environ.get(WORKER_MARKER, "").partition(":")[0]
+    descriptor = _marker(environ)[0]
     return int(descriptor) if is_worker(environ, pid) and descriptor.isdigit() else None
+
+
+def _marker(environ: Mapping[str, str]) -> list[str]:
+    parts = environ.get(WORKER_MARKER, "").split(":")
+    return parts if len(parts) == 3 else ["", "", ""]
 
 
 def external_world(environ: Mapping[str, str]) -> External | None:
@@ -55,21 +63,37 @@ def external_world(environ: Mapping[str, str]) -> External | None:
 
     A partial set of variables means nothing: a stray `LOCAL_RANK` of some other tool must not turn
     a program into a rank. Neither do variables that a program inherited from a worker of ours.
+
+    Raises:
+        RequestError: A variable of a full set makes no sense.
     """
-    if WORKER_MARKER in environ or any(name not in environ for name in _WORLD):
+    if any(name not in environ for name in _WORLD):
+        return None
+    if _marker(environ)[1] == environ["MASTER_PORT"]:
         return None
     by = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment (RANK, WORLD_SIZE)"
-    world_size = int(environ["WORLD_SIZE"])
-    local_world_size = int(environ.get("LOCAL_WORLD_SIZE", world_size))
+    world_size = _number(environ, "WORLD_SIZE", least=1)
+    local_world_size = _number(environ, "LOCAL_WORLD_SIZE", world_size, least=1)
     return External(
         by=by,
-        rank=int(environ["RANK"]),
-        local_rank=int(environ["LOCAL_RANK"]),
-        node_rank=int(environ.get("GROUP_RANK", environ.get("NODE_RANK", "0"))),
+        rank=_number(environ, "RANK"),
+        local_rank=_number(environ, "LOCAL_RANK"),
+        node_rank=_number(environ, "GROUP_RANK", _number(environ, "NODE_RANK", 0)),
         world_size=world_size,
         local_world_size=local_world_size,
         num_nodes=max(1, world_size // local_world_size),
         master_addr=environ["MASTER_ADDR"],
-        master_port=int(environ["MASTER_PORT"]),
+        master_port=_number(environ, "MASTER_PORT"),
         hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _number(environ: Mapping[str, str], name: str, default: int = 0, *, least: int = 0) -> int:
+    text = environ.get(name, str(default))
+    if text.strip().isdecimal() and int(text) >= least:
+        return int(text)
+    raise RequestError(
+        f"{name}={text!r} in the environment, beside the other variables of a launcher",
+        f"it is a whole number from {least}",
+        "set it as torchrun does, or unset RANK and WORLD_SIZE",
     )

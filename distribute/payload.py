@@ -98,7 +98,7 @@ def pack(obj: object, *, main_names: frozenset[str] | None = None, home: bool = 
 
 
 def _padded(size: int) -> int:
-    # Numbers must not lie across their own alignment; a cache line is enough for all of them.
+    # Numbers must not lie across their own alignment; 64 bytes are enough for all of them.
     return -(-size // 64) * 64
 
 
@@ -237,8 +237,9 @@ def importable(module_name: str | None) -> bool:
         return False
     spec = getattr(module, "__spec__", None)
     origin = getattr(spec, "origin", None)
-    if origin in (None, "built-in", "frozen") or module_name.partition(".")[0] in _STDLIB:
-        # Namespace packages, extension parts and the like: pickle's own rule is right for them.
+    if spec is None or origin in ("built-in", "frozen"):
+        return True  # pickle's own rule is right for them
+    if module_name.partition(".")[0] in _STDLIB:
         return True
     path: Sequence[str] | None = None
     parent, _, _ = module_name.rpartition(".")
@@ -250,15 +251,20 @@ def importable(module_name: str | None) -> bool:
         found = _find_spec(module_name, path)
     except (ImportError, ValueError):
         return False
-    return found is not None and found.origin == origin
+    if found is None or found.origin != origin:
+        return False
+    # A package without a file is its directories.
+    here: set[str] = set(getattr(module, "__path__", ()))
+    return origin is not None or here <= set(found.submodule_search_locations or ())
 
 
 def _find_spec(name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
     # Not importlib.util.find_spec: that answers with what is loaded here already.
     for finder in sys.meta_path:
-        found = finder.find_spec(name, path)
+        find = getattr(finder, "find_spec", None)  # hooks of the old kind have none
+        found = None if find is None else find(name, path)
         if found is not None:
-            return found
+            return cast("importlib.machinery.ModuleSpec", found)
     return None
 
 

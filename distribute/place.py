@@ -29,6 +29,7 @@ class Place:
         sys_path: Its module search path.
         argv: Its `sys.argv`.
         launcher: Process id of the launcher.
+        port: Port of the rendezvous store.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class Place:
     sys_path: list[str]
     argv: list[str]
     launcher: int
+    port: int
 
 
 # What a rank's environment has and the launcher's need not have.
@@ -51,9 +53,9 @@ RANK_VARIABLES = (
 )  # fmt: skip
 
 
-def marked(pid: int) -> str:
+def marked(pid: int, port: int) -> str:
     """Returns the marker of a worker that was not started with a descriptor."""
-    return f"-:{pid}"
+    return f"-:{port}:{pid}"
 
 
 def places(
@@ -82,6 +84,7 @@ def places(
             sys_path=list(sys.path),
             argv=list(sys.argv),
             launcher=os.getpid(),
+            port=port,
         )
         for rank, index in enumerate(devices)
     ]
@@ -103,7 +106,7 @@ def worker_environ(
         "MASTER_PORT": str(port),
     }
     # No process has this id: a program that a rank starts must not take itself for a rank.
-    full[WORKER_MARKER] = marked(0)
+    full[WORKER_MARKER] = marked(0, port)
     if threads is not None:
         full["OMP_NUM_THREADS"] = str(threads)
     # On one machine nothing has to leave it, whatever its host name resolves to.

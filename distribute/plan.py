@@ -234,8 +234,6 @@ def _no_reexec(machine: Machine, kept: bool, world_size: int) -> tuple[str, ...]
         fact = machine.no_script
     elif machine.earlier_calls:
         fact = "an earlier distributed call of this process had another world or failed"
-    elif world_size == 1:
-        fact = "one process needs no re-executed workers"
     else:
         return ()
     return fact, 'leave the start method to "auto"'

@@ -112,7 +112,7 @@ def _inside(function: Any) -> Any:
         elif hasattr(function, "__globals__"):
             return function
         else:
-            return cast("Any", vars(function.__class__).get("__call__"))
+            return function.__class__.__call__
 
 
 def _imported_from(function: Any, name: str) -> str | None:

@@ -201,7 +201,7 @@ def settle(place: Place) -> None:
     """Makes this process a worker in its place, whatever it was before."""
     os.environ.clear()
     os.environ.update(place.environ)
-    os.environ[WORKER_MARKER] = marked(os.getpid())
+    os.environ[WORKER_MARKER] = marked(os.getpid(), place.port)
     os.chdir(place.cwd)
     os.umask(place.umask)
     sys.path[:] = place.sys_path

@@ -48,9 +48,7 @@ class _Left:
         self.handlers = [signal.getsignal(number) for number in _SIGNALS]
 
     def beyond(self, before: _Left) -> list[str]:
-        problems = [
-            f"process {pid}: {_command(pid)}" for pid in self.processes - before.processes
-        ]
+        problems = [f"process {pid}: {_command(pid)}" for pid in self.processes - before.processes]
         new = self.descriptors - before.descriptors
         problems += [f"descriptor {number}: {_target(number)}" for number in sorted(new)]
         problems += [f"temporary file {name}" for name in self.files - before.files]

@@ -218,9 +218,7 @@ def test_c09_a_later_launch_depends_on_an_earlier_result(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("strategy", ["ddp", "auto"])
 @pytest.mark.parametrize("module", [False, True])
-def test_c11_a_test_calls_a_decorated_function(
-    tmp_path: Path, strategy: str, module: bool
-) -> None:
+def test_c11_a_test_calls_a_decorated_function(tmp_path: Path, strategy: str, module: bool) -> None:
     """Re-exec inside pytest starts the whole suite again."""
     script = write(
         tmp_path,
@@ -358,7 +356,9 @@ def test_c28_one_rank_raises_while_others_wait(tmp_path: Path, strategy: str) ->
     assert "ValueError: bad sample 17" in ended.err
     assert "raised by rank 1" in ended.err
     assert 'raise ValueError("bad sample 17")' in ended.err
-    assert ended.err.count("ValueError: bad sample 17") == 2  # the rank's traceback and the caller's
+    assert (
+        ended.err.count("ValueError: bad sample 17") == 2
+    )  # the rank's traceback and the caller's
 
 
 def test_c30_a_failure_can_be_caught_and_the_next_launch_works(tmp_path: Path) -> None:

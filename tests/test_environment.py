@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distribute.environment import WORKER_MARKER, external_world, is_worker, worker_descriptor
+from distribute.errors import RequestError
 
 NEEDED = {
     "RANK": "5",
@@ -76,26 +77,46 @@ def test_the_node_is_known_by_either_name():
     assert (by_hand.node_rank, both.node_rank) == (3, 2)
 
 
-@pytest.mark.parametrize("marker", ["-:1", "7:1", "-:0"])
+@pytest.mark.parametrize("marker", ["-:{port}:1", "7:{port}:1", "-:{port}:0"])
 def test_variables_inherited_from_a_worker_of_ours_make_no_rank(marker: str):
     """A program that a rank starts has all of them, and is no rank."""
-    inherited = {**TORCHRUN, WORKER_MARKER: marker}
+    inherited = {**TORCHRUN, WORKER_MARKER: marker.format(port=TORCHRUN["MASTER_PORT"])}
 
     assert external_world(inherited) is None
     assert not is_worker(inherited, pid=4321)
     assert worker_descriptor(inherited, pid=4321) is None
 
 
+def test_torchrun_in_a_rank_of_ours_makes_ranks_of_its_own():
+    """The variables are torchrun's then; only the marker is inherited."""
+    nested = {**TORCHRUN, WORKER_MARKER: "7:1:1"}
+    assert TORCHRUN["MASTER_PORT"] != "1"
+
+    found = external_world(nested)
+
+    assert found is not None
+    assert found.rank == int(TORCHRUN["RANK"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("RANK", ""), ("RANK", "-1"), ("WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", "0"), ("RANK", "x")],
+)
+def test_a_variable_that_makes_no_sense_is_named(name: str, text: str):
+    with pytest.raises(RequestError, match=f"{name}='{text}' in the environment"):
+        external_world({**TORCHRUN, name: text})
+
+
 def test_a_worker_is_the_process_that_the_marker_names():
-    assert is_worker({WORKER_MARKER: "7:4321"}, pid=4321)
-    assert is_worker({WORKER_MARKER: "-:4321"}, pid=4321)
-    assert not is_worker({WORKER_MARKER: "7:4321"}, pid=432)
+    assert is_worker({WORKER_MARKER: "7:29500:4321"}, pid=4321)
+    assert is_worker({WORKER_MARKER: "-:29500:4321"}, pid=4321)
+    assert not is_worker({WORKER_MARKER: "7:29500:4321"}, pid=432)
     assert not is_worker({WORKER_MARKER: "4321"}, pid=4321)
     assert not is_worker({}, pid=4321)
 
 
 def test_only_a_reexecuted_worker_has_a_descriptor():
-    assert worker_descriptor({WORKER_MARKER: "7:4321"}, pid=4321) == 7
-    assert worker_descriptor({WORKER_MARKER: "-:4321"}, pid=4321) is None
-    assert worker_descriptor({WORKER_MARKER: ":4321"}, pid=4321) is None
+    assert worker_descriptor({WORKER_MARKER: "7:29500:4321"}, pid=4321) == 7
+    assert worker_descriptor({WORKER_MARKER: "-:29500:4321"}, pid=4321) is None
+    assert worker_descriptor({WORKER_MARKER: ":29500:4321"}, pid=4321) is None
     assert worker_descriptor({}, pid=4321) is None

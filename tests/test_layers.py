@@ -30,7 +30,8 @@ sharding
 messages outcome task link
 plan channel
 machine request place payload home
-ambient command devices environment errors interrupt memory openmp process rendezvous tree world
+ambient command devices environment interrupt memory openmp process rendezvous tree world
+errors
 launchers.__init__
 """  # noqa: E501
 RANK = {name: -row for row, line in enumerate(LAYERS.split("\n")) for name in line.split()}

@@ -116,9 +116,7 @@ def catching_errors_and_going_on(ctx: Context, model: torch.nn.Module, group: ob
 
 
 @state
-def swallowing_everything_a_few_times(
-    ctx: Context, model: torch.nn.Module, group: object
-) -> None:
+def swallowing_everything_a_few_times(ctx: Context, model: torch.nn.Module, group: object) -> None:
     for _ in range(3):
         try:
             time.sleep(600)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -461,6 +463,24 @@ def test_what_nobody_else_can_import_travels_by_value(loose: ModuleType):
 
     assert answer() == 42
     assert type(thing).__name__ == "Kind"
+
+
+def test_a_package_without_a_file_must_be_on_the_search_path_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """pytest's importlib mode makes one of the directory of tests."""
+    (tmp_path / "loose_space").mkdir()
+    (tmp_path / "loose_space" / "inner.py").write_text("def answer():\n    return 42\n")
+    outer = importlib.machinery.ModuleSpec("loose_space", None, is_package=True)
+    outer.submodule_search_locations = [str(tmp_path / "loose_space")]
+    monkeypatch.setitem(sys.modules, "loose_space", importlib.util.module_from_spec(outer))
+    inner = importlib.import_module("loose_space.inner")
+    monkeypatch.setitem(sys.modules, "loose_space.inner", inner)
+
+    assert not importable("loose_space.inner")
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert importable("loose_space.inner")
 
 
 def test_an_import_hook_of_the_old_kind_is_passed_over(

@@ -55,7 +55,7 @@ def test_a_worker_does_not_end_at_a_prompt():
 
 
 def test_a_program_that_a_rank_starts_is_no_rank():
-    here = made(**{WORKER_MARKER: "7:4321"})[0].environ
+    here = made(**{WORKER_MARKER: "7:29500:4321"})[0].environ
 
     assert external_world(here) is None
     assert not is_worker(here, 4321)
@@ -63,8 +63,8 @@ def test_a_program_that_a_rank_starts_is_no_rank():
 
 
 def test_a_marked_process_is_a_worker():
-    assert is_worker({WORKER_MARKER: marked(4321)}, 4321)
-    assert not is_worker({WORKER_MARKER: marked(4321)}, 4322)
+    assert is_worker({WORKER_MARKER: marked(4321, 29500)}, 4321)
+    assert not is_worker({WORKER_MARKER: marked(4321, 29500)}, 4322)
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(8, 4), (9, 4), (2, 1), (1, 1)])

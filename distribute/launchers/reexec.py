@@ -93,7 +93,7 @@ class _Starter:
             descriptors=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             group=True,
-            marker=(environment.WORKER_MARKER, str(theirs.fileno())),
+            marker=(environment.WORKER_MARKER, f"{theirs.fileno()}:{place.port}"),
         )
         ours.send(place)
         return child
