@@ -179,7 +179,7 @@ def test_a_value_that_cannot_be_pickled_is_an_error_of_its_rank() -> None:
 
         return threading.Lock()
 
-    with pytest.raises(TypeError, match="cannot pickle '_thread.lock' object"):
+    with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object"):
         run(body, **FORK)
 
 
