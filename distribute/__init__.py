@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from distribute.api import distributed, is_worker, run
 from distribute.decorated import Distributed
-from distribute.environment import worker_descriptor as _worker_descriptor
+from distribute.environment import worker_descriptors as _worker_descriptors
 from distribute.errors import (
     CallMismatch,
     DistributeError,
@@ -51,8 +51,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-_descriptor = _worker_descriptor(_os.environ, _os.getpid())
-if _descriptor is not None:
+_descriptors = _worker_descriptors(_os.environ, _os.getpid())
+if _descriptors is not None:
     from distribute.launchers import reexec as _reexec
 
-    _reexec.arrive(_descriptor)
+    _reexec.arrive(*_descriptors)

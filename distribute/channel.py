@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from distribute import lifeline
 from distribute.payload import Payload
 
 _HEADER = struct.Struct("!QB")
@@ -24,23 +25,43 @@ _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 class Channel:
-    """One end of a control channel."""
+    """One end of a control channel.
 
-    def __init__(self, end: socket.socket) -> None:
+    Beside the stream of messages it has a lifeline: a socket pair on which nothing is ever sent,
+    whose end the kernel itself turns into the end of the worker (see `tie`).
+    """
+
+    def __init__(self, end: socket.socket, life: socket.socket) -> None:
         self._socket = end
+        self._life = life
         _open_ends.add(self)
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
         """Returns the two ends of a new channel: the launcher's and the worker's."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        return cls(ours), cls(theirs)
+        our_life, their_life = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return cls(ours, our_life), cls(theirs, their_life)
 
     @classmethod
-    def inherited(cls, descriptor: int) -> Channel:
-        """Takes the end that this process was started with."""
-        os.set_inheritable(descriptor, False)
-        return cls(socket.socket(fileno=descriptor))
+    def inherited(cls, descriptor: int, life: int) -> Channel:
+        """Takes the end that this process was started with, by its `descriptors`."""
+        for one in (descriptor, life):
+            os.set_inheritable(one, False)
+        return cls(socket.socket(fileno=descriptor), socket.socket(fileno=life))
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """The descriptors of this end: of the messages and of the lifeline."""
+        return self._socket.fileno(), self._life.fileno()
+
+    def tie(self, *, group: bool) -> None:
+        """Has the kernel end this process when the other end is gone, however that went.
+
+        Args:
+            group: Whether to end the process group that this process leads.
+        """
+        lifeline.tie(self._life.fileno(), group=group)
 
     def fileno(self) -> int:
         """Returns the descriptor: readable when a message or the end has arrived; -1 if closed."""
@@ -120,11 +141,7 @@ class Channel:
         """Closes this end; the other one reads the end of the stream."""
         _open_ends.discard(self)
         self._socket.close()
-
-    def detach(self) -> int:
-        """Gives up this end without closing it and returns its descriptor."""
-        _open_ends.discard(self)
-        return self._socket.detach()
+        self._life.close()
 
     def keep_only(self) -> None:
         """Closes every other end that this process inherited by a fork."""

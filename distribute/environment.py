@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from distribute.errors import RequestError
 
-# "<descriptor of the control channel, or ->:<port of its world>:<process id>". The id tells a
+# "<descriptors of the control channel, or ->:<port of its world>:<process id>". The id tells a
 # worker from a program that a rank started, which inherits the variable and is no rank; the port
 # tells the variables of that rank from those of a launcher in between.
 WORKER_MARKER = "DISTRIBUTE_WORKER"
@@ -47,10 +47,12 @@ def is_worker(environ: Mapping[str, str], pid: int) -> bool:
     return _marker(environ)[2] == str(pid)
 
 
-def worker_descriptor(environ: Mapping[str, str], pid: int) -> int | None:
-    """Returns the control channel's descriptor that this re-executed worker was started with."""
-    descriptor = _marker(environ)[0]
-    return int(descriptor) if is_worker(environ, pid) and descriptor.isdigit() else None
+def worker_descriptors(environ: Mapping[str, str], pid: int) -> tuple[int, int] | None:
+    """Returns the control channel's descriptors that this re-executed worker was started with."""
+    parts = _marker(environ)[0].split(",")
+    if is_worker(environ, pid) and len(parts) == 2 and all(one.isdigit() for one in parts):
+        return int(parts[0]), int(parts[1])
+    return None
 
 
 def _marker(environ: Mapping[str, str]) -> list[str]:

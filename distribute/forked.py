@@ -10,8 +10,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from distribute import worker
+from distribute.channel import Channel
 from distribute.place import Place
-from distribute.process import watch_parent
 
 # What the first DDP model of a process imports takes seconds: once before the forks, not in each.
 PRELOADED = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo")
@@ -35,18 +35,17 @@ def unchanged_environment() -> Generator[None]:
             del os.environ[name]
 
 
-def enter(place: Place, *, group: bool, parent: int, watch: bool) -> None:
+def enter(place: Place, channel: Channel, *, group: bool) -> None:
     """Turns a forked process into a worker with nothing of its parent's state.
 
     Args:
         place: The worker's place.
+        channel: Its control channel.
         group: Whether it leads a process group of its own.
-        parent: Process id of its parent.
-        watch: Whether the parent's forking thread lives as long as the parent.
     """
     if group:
         os.setpgid(0, 0)
-    watch_parent(parent, by_main_thread=watch)
+    channel.tie(group=group)
     worker.settle(place)
     if not group:
         # Ctrl-C on the terminal reaches this process too; the launcher decides what it means.

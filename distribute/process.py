@@ -1,40 +1,38 @@
 """Processes as the launcher sees them: one handle for each worker, whoever is its parent.
 
 A worker leads a process group of its own, so that ending it ends what it started (DataLoader
-workers) as well. On Linux the kernel ends a worker when the thread that made it ends
-(`PR_SET_PDEATHSIG`); everywhere the worker notices the end of its control channel.
+workers) as well; a lifeline ties it to the launcher.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import inspect
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-_PR_SET_PDEATHSIG = 1
+from distribute import lifeline
 
 # What stands between the launcher and the program of a worker. It runs before the user's imports,
-# so that these are watched too; the marker needs the process id, which is known only here.
-_TRAMPOLINE = """
-import ctypes, json, os, sys
-parent, group, watch, marker, command = json.loads(sys.argv[1])
-if watch and sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, 9)
+# so that these end with the launcher too; the marker needs the process id, known only here.
+_TRAMPOLINE = (
+    inspect.getsource(lifeline)
+    + """
+import json, sys
+life, group, marker, command = json.loads(sys.argv[1])
 if group:
     os.setpgid(0, 0)
-if os.getppid() != parent:
-    os._exit(1)
+tie(life, group=group)
 if marker:
     os.environ[marker[0]] = marker[1] + ":" + str(os.getpid())
 os.execv(command[0], command)
 """
+)
 
 
 class Process(Protocol):
@@ -130,6 +128,7 @@ def start(
     *,
     environ: Mapping[str, str],
     cwd: str,
+    life: int,
     descriptors: Sequence[int],
     stdin: int | None,
     stdout: int | None = None,
@@ -142,49 +141,36 @@ def start(
         command: The program's absolute path and its arguments.
         environ: Its whole environment.
         cwd: Its working directory.
-        descriptors: What it inherits, under the same numbers.
+        life: Its end of the lifeline to this process.
+        descriptors: What else it inherits, under the same numbers.
         stdin: Its standard input; None for this process's.
         stdout: Its standard output; None for this process's.
         group: Whether it leads a process group of its own.
         marker: A variable and the start of its value, which `:` and its process id complete.
     """
-    watch = threading.current_thread() is threading.main_thread()
-    order = json.dumps([os.getpid(), group, watch, marker, list(command)])
+    order = json.dumps([life, group, marker, list(command)])
     popen = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, order],
         env=dict(environ),
         cwd=cwd,
-        pass_fds=descriptors,
+        pass_fds=[life, *descriptors],
         stdin=stdin,
         stdout=stdout,
     )
     return ChildProcess(popen.pid, group=group, popen=popen)
 
 
-def watch_parent(parent: int, *, by_main_thread: bool) -> None:
-    """Has the kernel end this forked process when its parent ends.
-
-    The kernel ties this to the *thread* that forked, so it is left to the control channel when
-    that was not the main one.
-    """
-    if sys.platform != "linux" or not by_main_thread:
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def interpreter(module: str, descriptor: int, search_path: Sequence[str]) -> list[str]:
+def interpreter(module: str, descriptors: tuple[int, int], search_path: Sequence[str]) -> list[str]:
     """Returns the command of an interpreter like this one that runs `main` of our module.
 
     Args:
         module: The module.
-        descriptor: The argument of `main`: the control channel's descriptor.
+        descriptors: The arguments of `main`: the descriptors of the control channel.
         search_path: Its module search path.
     """
     program = (
         f"import sys; sys.path[:] = {list(search_path)!r}; "
-        f"from {module} import main; main({descriptor})"
+        f"from {module} import main; main(*{descriptors})"
     )
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, "-c", program]

@@ -25,17 +25,17 @@ from distribute.process import reap
 class Order:
     """To the server: make a worker.
 
-    Its descriptors are the worker's channel, the pipe for its exit status, its three standard
-    streams, and for rank 0 the listening socket of the rendezvous.
+    Its descriptors are those of the worker's channel, the pipe for its exit status, its three
+    standard streams, and for rank 0 the listening socket of the rendezvous.
     """
 
     place: Place
     group: bool
 
 
-def main(descriptor: int) -> NoReturn:
+def main(descriptor: int, life: int) -> NoReturn:
     """Is the program of the fork server."""
-    channel = Channel.inherited(descriptor)
+    channel = Channel.inherited(descriptor, life)
     forked.preload()
     channel.send(None)
     _Serving(channel).run()
@@ -62,7 +62,7 @@ class _Serving:
         except EOFError:
             self._leave()
         pid = self._fork(order, descriptors)
-        status = descriptors.pop(1)
+        status = descriptors.pop(2)
         for one in descriptors:
             os.close(one)
         pidfd = os.pidfd_open(pid)
@@ -74,11 +74,10 @@ class _Serving:
             self._leave()
 
     def _fork(self, order: Order, descriptors: list[int]) -> int:
-        parent = os.getpid()
         with own_fork():
             pid = os.fork()
         if pid == 0:
-            _child(order, descriptors, self, parent)
+            _child(order, descriptors, self)
         return pid
 
     def _bury(self, pid: int) -> None:
@@ -108,17 +107,17 @@ class _Serving:
             os.close(status)
 
 
-def _child(order: Order, descriptors: list[int], serving: _Serving, parent: int) -> NoReturn:
+def _child(order: Order, descriptors: list[int], serving: _Serving) -> NoReturn:
     try:
         serving.forget()
-        channel = Channel.inherited(descriptors[0])
+        channel = Channel.inherited(*descriptors[:2])
         channel.keep_only()
-        os.close(descriptors[1])
-        for number, one in enumerate(descriptors[2:5]):
+        os.close(descriptors[2])
+        for number, one in enumerate(descriptors[3:6]):
             os.dup2(one, number)
             os.close(one)
-        listening = descriptors[5] if len(descriptors) > 5 else None
-        forked.enter(order.place, group=order.group, parent=parent, watch=True)
+        listening = descriptors[6] if len(descriptors) > 6 else None
+        forked.enter(order.place, channel, group=order.group)
         link = WatchedLink(channel, group=order.group)
         worker.serve(link, worker.Seat(order.place, listening), ready=Ready(order.place.rank))
     except BaseException:

@@ -238,9 +238,9 @@ def prove() -> None:
     torch.mm(torch.ones(64, 64), torch.ones(64, 64))
 
 
-def main(descriptor: int) -> NoReturn:
+def main(descriptor: int, life: int) -> NoReturn:
     """Is the program of a worker that starts as a fresh interpreter."""
-    channel = Channel.inherited(descriptor)
+    channel = Channel.inherited(descriptor, life)
     place: Place = channel.receive()
     listening: int | None = channel.receive()
     settle(place)

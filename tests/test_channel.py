@@ -209,22 +209,22 @@ def test_a_closed_end_has_no_descriptor(pair: tuple[Channel, Channel]):
     assert ours.fileno() == -1
 
 
-def test_a_detached_end_stays_open_and_can_be_taken_over(pair: tuple[Channel, Channel]):
+def test_an_end_is_taken_over_by_its_descriptors(pair: tuple[Channel, Channel]):
     ours, theirs = pair
-    number = theirs.detach()
-    os.set_inheritable(number, True)
+    numbers = [os.dup(one) for one in theirs.descriptors]
+    for one in numbers:
+        os.set_inheritable(one, True)
+    theirs.close()
 
-    again = Channel.inherited(number)
+    again = Channel.inherited(numbers[0], numbers[1])
     ours.send("x")
 
-    assert not os.get_inheritable(number)
+    assert again.descriptors == tuple(numbers)
+    assert not any(os.get_inheritable(one) for one in numbers)
     assert again.receive() == "x"
     again.close()
     with pytest.raises(EOFError):
         ours.receive()
-
-
-# -- forks -------------------------------------------------------------------------------------
 
 
 def test_the_death_of_a_process_is_the_end_of_its_channel(pair: tuple[Channel, Channel]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distribute.environment import WORKER_MARKER, external_world, is_worker, worker_descriptor
+from distribute.environment import WORKER_MARKER, external_world, is_worker, worker_descriptors
 from distribute.errors import RequestError
 
 NEEDED = {
@@ -84,7 +84,7 @@ def test_variables_inherited_from_a_worker_of_ours_make_no_rank(marker: str):
 
     assert external_world(inherited) is None
     assert not is_worker(inherited, pid=4321)
-    assert worker_descriptor(inherited, pid=4321) is None
+    assert worker_descriptors(inherited, pid=4321) is None
 
 
 def test_torchrun_in_a_rank_of_ours_makes_ranks_of_its_own():
@@ -116,7 +116,7 @@ def test_a_worker_is_the_process_that_the_marker_names():
 
 
 def test_only_a_reexecuted_worker_has_a_descriptor():
-    assert worker_descriptor({WORKER_MARKER: "7:29500:4321"}, pid=4321) == 7
-    assert worker_descriptor({WORKER_MARKER: "-:29500:4321"}, pid=4321) is None
-    assert worker_descriptor({WORKER_MARKER: ":29500:4321"}, pid=4321) is None
-    assert worker_descriptor({}, pid=4321) is None
+    assert worker_descriptors({WORKER_MARKER: "7,8:29500:4321"}, pid=4321) == (7, 8)
+    assert worker_descriptors({WORKER_MARKER: "-:29500:4321"}, pid=4321) is None
+    assert worker_descriptors({WORKER_MARKER: ":29500:4321"}, pid=4321) is None
+    assert worker_descriptors({}, pid=4321) is None

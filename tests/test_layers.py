@@ -31,7 +31,7 @@ messages outcome task link
 plan channel
 machine request place payload home
 ambient command devices environment interrupt memory openmp process rendezvous tree world
-errors
+errors lifeline
 launchers.__init__
 """  # noqa: E501
 RANK = {name: -row for row, line in enumerate(LAYERS.split("\n")) for name in line.split()}

@@ -7,6 +7,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -197,9 +198,11 @@ print(json.dumps({
 def report(**options: Any) -> tuple[ChildProcess, dict[str, Any]]:
     """What a started program finds around itself."""
     reader, writer = os.pipe()
+    ours, theirs = socket.socketpair()
     given: dict[str, Any] = {
         "environ": {"LC_ALL": "C.UTF-8"},
         "cwd": "/",
+        "life": theirs.fileno(),
         "descriptors": [],
         "stdin": subprocess.DEVNULL,
         "group": True,
@@ -212,6 +215,8 @@ def report(**options: Any) -> tuple[ChildProcess, dict[str, Any]]:
     with open(reader) as stream:
         found = json.load(stream)
     assert ended(process) == 0
+    ours.close()
+    theirs.close()
     return process, found
 
 
@@ -279,10 +284,12 @@ def test_a_program_ends_when_its_parent_is_killed(tmp_path: Path):
     """Even one that never looks at anything, such as a script in its imports."""
     parent = tmp_path / "parent.py"
     parent.write_text(
-        "import sys, time\n"
+        "import socket, sys, time\n"
         "from distribute.process import start\n"
+        "ours, theirs = socket.socketpair()\n"
         f"child = start([sys.executable, '-S', '-c', '''print(1, flush=True); {IDLE}'''],\n"
-        "    environ={}, cwd='/', descriptors=[], stdin=None, group=True)\n"
+        "    environ={}, cwd='/', life=theirs.fileno(), descriptors=[], stdin=None, group=True)\n"
+        "theirs.close()\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
@@ -303,6 +310,7 @@ def test_a_program_outlives_the_thread_that_started_it():
     """The kernel would end it with that thread, which need not be the end of the launcher."""
     made: list[ChildProcess] = []
     reader, writer = os.pipe()
+    ours, theirs = socket.socketpair()
 
     def make() -> None:
         made.append(
@@ -310,6 +318,7 @@ def test_a_program_outlives_the_thread_that_started_it():
                 [sys.executable, "-S", "-c", f"print(1, flush=True); {IDLE}"],
                 environ={},
                 cwd="/",
+                life=theirs.fileno(),
                 descriptors=[],
                 stdin=subprocess.DEVNULL,
                 stdout=writer,
@@ -324,23 +333,60 @@ def test_a_program_outlives_the_thread_that_started_it():
 
     assert not select.select([made[0]], [], [], 0.2)[0]
 
-    send_signal(made[0], signal.SIGKILL)
+    theirs.close()
+    ours.close()  # the end of the lifeline is the end of the program
     assert ended(made[0]) == -signal.SIGKILL
     os.close(reader)
     os.close(writer)
 
 
+def test_the_end_of_the_lifeline_ends_what_a_program_started():
+    """The kernel does it, so a program that is busy, or holds Python's lock, is no exception."""
+    reader, writer = os.pipe()
+    ours, theirs = socket.socketpair()
+    process = start(
+        [
+            sys.executable,
+            "-S",
+            "-c",
+            "import subprocess\n"
+            "print(subprocess.Popen(['sleep', '60']).pid, flush=True)\n"
+            "while True: pass",
+        ],
+        environ={"PATH": os.environ["PATH"]},
+        cwd="/",
+        life=theirs.fileno(),
+        descriptors=[],
+        stdin=subprocess.DEVNULL,
+        stdout=writer,
+        group=True,
+    )
+    theirs.close()
+    grandchild = int(os.read(reader, 16))
+
+    ours.close()
+
+    assert ended(process) == -signal.SIGKILL
+    assert gone(grandchild)
+    os.close(reader)
+    os.close(writer)
+
+
 def test_a_program_that_does_not_exist_is_an_exit_code():
+    ours, theirs = socket.socketpair()
     process = start(
         ["/nowhere/program"],
         environ={},
         cwd="/",
+        life=theirs.fileno(),
         descriptors=[],
         stdin=subprocess.DEVNULL,
         group=True,
     )
 
     assert ended(process) != 0
+    ours.close()
+    theirs.close()
 
 
 # -- an interpreter like this one --------------------------------------------------------------
@@ -350,24 +396,25 @@ def test_an_interpreter_has_the_flags_and_the_search_path_of_this_one(tmp_path: 
     (tmp_path / "it's.d").mkdir()
     (tmp_path / "it's.d" / "program.py").write_text(
         "import json, sys\n"
-        "def main(descriptor):\n"
-        "    print(json.dumps([descriptor, sys.path, sys.flags.optimize, sys.flags.utf8_mode]))\n"
+        "def main(descriptor, life):\n"
+        "    flags = sys.flags\n"
+        "    print(json.dumps([descriptor, life, sys.path, flags.optimize, flags.utf8_mode]))\n"
     )
     wanted = [str(tmp_path / "it's.d"), *(one for one in sys.path if "lib" in one)]
     make = (
         "import json, sys; from distribute.process import interpreter; "
-        f"print(json.dumps(interpreter('program', 7, {wanted!r})))"
+        f"print(json.dumps(interpreter('program', (7, 8), {wanted!r})))"
     )
     flags = ["-O", "-X", "utf8"]
 
     made = subprocess.check_output([sys.executable, *flags, "-c", make], cwd=HERE)
     found = json.loads(subprocess.check_output(json.loads(made), cwd="/"))
 
-    assert found == [7, wanted, 1, 1]
+    assert found == [7, 8, wanted, 1, 1]
 
 
 def test_the_command_of_an_interpreter_names_this_one():
-    made = interpreter("distribute.worker", 7, ["/somewhere"])
+    made = interpreter("distribute.worker", (7, 8), ["/somewhere"])
 
     assert made[0] == sys.executable
     assert "distribute.worker" in made[-1]

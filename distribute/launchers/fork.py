@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import traceback
 import warnings
 from typing import NoReturn
@@ -39,8 +38,6 @@ class _Forker:
     def __init__(self, task: Task) -> None:
         self._task = task
         self._paused = openmp.pause()
-        self._by_main_thread = threading.current_thread() is threading.main_thread()
-        self._parent = os.getpid()
 
     def fork(
         self, place: Place, ours: Channel, theirs: Channel, listening: socket.socket | None
@@ -57,7 +54,7 @@ class _Forker:
         try:
             channel.keep_only()
             group = leads_group(place.rank)
-            forked.enter(place, group=group, parent=self._parent, watch=self._by_main_thread)
+            forked.enter(place, channel, group=group)
             if not self._paused:
                 import torch
 

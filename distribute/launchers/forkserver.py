@@ -83,11 +83,13 @@ class Server:
         self.variables = import_time_variables()
         self.owner = os.getpid()
         self.channel, theirs = Channel.pair()
+        descriptor, life = theirs.descriptors
         self.process: ChildProcess = process.start(
-            process.interpreter("distribute.server", theirs.fileno(), sys.path),
+            process.interpreter("distribute.server", theirs.descriptors, sys.path),
             environ={key: value for key, value in os.environ.items() if key != "PYTHONINSPECT"},
             cwd=os.getcwd(),
-            descriptors=[theirs.fileno()],
+            life=life,
+            descriptors=[descriptor],
             stdin=subprocess.DEVNULL,
             group=True,
         )
@@ -108,7 +110,7 @@ class Server:
         group = leads_group(place.rank)
         ours, theirs = os.pipe()
         os.set_blocking(ours, False)
-        descriptors = [channel.fileno(), theirs]
+        descriptors = [*channel.descriptors, theirs]
         null = os.open(os.devnull, os.O_RDWR)
         try:
             descriptors += [number if _is_open(number) else null for number in (0, 1, 2)]
@@ -155,7 +157,7 @@ def process_id() -> int | None:
 
 def descriptors() -> set[int]:
     """Returns this process's descriptors that belong to the server."""
-    return set() if _server is None else {_server.channel.fileno(), _server.process.fileno()}
+    return set() if _server is None else {*_server.channel.descriptors, _server.process.fileno()}
 
 
 def close() -> None:

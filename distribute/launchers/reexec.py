@@ -86,14 +86,16 @@ class _Starter:
     def start(
         self, place: Place, ours: Channel, theirs: Channel, listening: object
     ) -> ChildProcess:
+        descriptor, life = theirs.descriptors
         child = process.start(
             self._script,
             environ=place.environ,
             cwd=command.START.cwd,
-            descriptors=[theirs.fileno()],
+            life=life,
+            descriptors=[descriptor],
             stdin=subprocess.DEVNULL,
             group=True,
-            marker=(environment.WORKER_MARKER, f"{theirs.fileno()}:{place.port}"),
+            marker=(environment.WORKER_MARKER, f"{descriptor},{life}:{place.port}"),
         )
         ours.send(place)
         return child
@@ -110,8 +112,8 @@ def _close() -> None:
 class _Arrival:
     """A worker on the way from the start of the script to its first distributed call."""
 
-    def __init__(self, descriptor: int) -> None:
-        channel = Channel.inherited(descriptor)
+    def __init__(self, descriptor: int, life: int) -> None:
+        channel = Channel.inherited(descriptor, life)
         self.place: Place = channel.receive()
         self.link = WatchedLink(channel, group=True)
         self._stdout = _mute()
@@ -151,10 +153,10 @@ class _Arrival:
 _arrival: _Arrival | None = None
 
 
-def arrive(descriptor: int) -> None:
+def arrive(descriptor: int, life: int) -> None:
     """Begins a worker's life, when the script imports this library."""
     global _arrival
-    _arrival = _Arrival(descriptor)
+    _arrival = _Arrival(descriptor, life)
 
 
 def arriving() -> bool:

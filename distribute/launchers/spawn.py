@@ -28,17 +28,17 @@ def run(plan: Plan, task: Task) -> list[Outcome]:
 def _start(
     place: Place, ours: Channel, theirs: Channel, listening: socket.socket | None
 ) -> ChildProcess:
-    descriptors = [theirs.fileno()]
-    if listening is not None:
-        descriptors.append(listening.fileno())
+    descriptor, life = theirs.descriptors
+    number = None if listening is None else listening.fileno()
     child = process.start(
-        process.interpreter("distribute.worker", theirs.fileno(), place.sys_path),
+        process.interpreter("distribute.worker", theirs.descriptors, place.sys_path),
         environ=place.environ,
         cwd=place.cwd,
-        descriptors=descriptors,
+        life=life,
+        descriptors=[descriptor] if number is None else [descriptor, number],
         stdin=None if place.rank == 0 else subprocess.DEVNULL,
         group=leads_group(place.rank),
     )
     ours.send(place)
-    ours.send(None if listening is None else listening.fileno())
+    ours.send(number)
     return child
