@@ -1,0 +1,96 @@
+"""On machines with GPUs. None of this runs elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distribute import Context, RequestError, run
+from tests.scripts import run_python, write
+
+GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS == 0, reason="no GPU here"),
+    pytest.mark.timeout(300),
+]
+
+
+def body(ctx: Context) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = ctx.model(torch.nn.Linear(4, 2))
+    loss = model(torch.ones(3, 4, device=ctx.device)).sum()
+    loss.backward()
+    batches = [x.device.type for x in ctx.dataloader(torch.arange(4.0), batch_size=1)]
+    return {
+        "rank": ctx.rank,
+        "device": str(ctx.device),
+        "current": torch.cuda.current_device(),
+        "backend": ctx.backend,
+        "sum": ctx.all_reduce(ctx.rank + 1),
+        "objects": ctx.all_gather_object({"rank": ctx.rank}),
+        "batches": set(batches),
+        "grad": model.weight.grad,
+        "model": ctx.unwrap(model),
+    }
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_every_gpu_is_a_rank(method: str) -> None:
+    """Each rank has its own device, nccl joins them, values come back on the CPU."""
+    found = run(body, devices=GPUS, accelerator="cuda", start_method=method, returns="all")
+
+    assert [one["rank"] for one in found] == list(range(GPUS))
+    for rank, one in enumerate(found):
+        assert one["device"] == f"cuda:{rank}"
+        assert one["current"] == rank
+        assert one["backend"] == "nccl"
+        assert one["sum"] == GPUS * (GPUS + 1) // 2
+        assert one["objects"] == [{"rank": other} for other in range(GPUS)]
+        assert one["batches"] <= {"cuda"}
+        assert one["grad"].device.type == "cpu"
+        assert {value.device.type for value in one["model"].state_dict().values()} == {"cpu"}
+
+
+def test_one_gpu_is_inline() -> None:
+    """No process, no group, the device is used."""
+    found = run(body, devices=1, accelerator="cuda")
+
+    assert found["device"] == "cuda:0"
+    assert found["sum"] == 1
+
+
+def test_a_script_reexecutes_for_every_gpu(tmp_path: Path) -> None:
+    """The caller is rank 0 on its device."""
+    script = write(
+        tmp_path,
+        """
+        import torch
+        from distribute import distributed
+
+        @distributed(accelerator="cuda", returns="all")
+        def train(ctx):
+            return str(ctx.device), ctx.all_reduce(1)
+
+        if __name__ == "__main__":
+            print("GOT", train() == [(f"cuda:{i}", torch.cuda.device_count())
+                                     for i in range(torch.cuda.device_count())])
+        """,
+    )
+
+    ended = run_python(script, timeout=200)
+
+    assert ended.code == 0, ended.text
+    assert ended.lines("GOT") == ["GOT True"]
+
+
+def test_a_living_context_forbids_a_fork_and_only_that() -> None:
+    """The automatic choice goes to the fork server; asking for a fork is refused with advice."""
+    torch.ones(1, device="cuda")
+
+    with pytest.raises(RequestError, match="accelerator context"):
+        run(body, devices=2, accelerator="cpu", strategy="ddp_fork")
+    assert run(lambda ctx: ctx.all_gather(ctx.rank), devices=2, accelerator="cpu") == [0, 1]
