@@ -23,13 +23,14 @@ from types import TracebackType
 
 from distribute import outcome, rendezvous, worker
 from distribute.channel import Channel
+from distribute.ending import Worker
 from distribute.interrupt import Guard
 from distribute.messages import Call, Ready, Site
 from distribute.outcome import Outcome
 from distribute.payload import Payload
 from distribute.place import RANK_VARIABLES, Place
 from distribute.plan import Plan
-from distribute.supervise import Failure, Supervisor, Worker
+from distribute.supervise import Failure, Supervisor
 from distribute.task import Task
 from distribute.workers import Workers
 

@@ -16,39 +16,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from distribute.channel import Channel
+from distribute.ending import PERIOD, Ending, Worker
 from distribute.errors import CallMismatch, DistributeError, JoinTimeout
 from distribute.interrupt import Guard
-from distribute.messages import Call, Close, Go, Joined, Joining, Ready, Site, Stop
+from distribute.messages import Call, Go, Joined, Joining, Ready, Site
 from distribute.outcome import Outcome
-from distribute.process import Process, send_signal
 
 # How long an error that looks like an echo waits for its cause.
 ECHO_SECONDS = 1.0
-# How often the rank in the calling process is asked to leave, and processes without a descriptor
-# of their own are looked at.
-_KNOCK_SECONDS = 0.05
-# When the caller's own rank has not left by this time after the grace period, it never will.
-_LAST_RESORT_SECONDS = 5.0
 # Waiting for ranks gets a line on stderr after this.
 _NOTICE_SECONDS = 10.0
-
-
-@dataclass
-class Worker:
-    """The launcher's side of one rank.
-
-    Attributes:
-        rank: Its rank.
-        channel: The launcher's end of its control channel.
-        process: Its process, or None for the rank in the calling process.
-        ready: What it reported when it was in place.
-    """
-
-    rank: int
-    channel: Channel
-    process: Process | None
-    ready: Ready | None = None
 
 
 @dataclass
@@ -101,11 +78,9 @@ class Supervisor:
     ) -> None:
         self.workers = workers
         self._make_call = call
-        self._grace = grace
+        self._ending = Ending(workers, grace=grace, guard=guard, free_store=free_store)
         self._timeout = rendezvous_timeout
         self._ready_timeout = ready_timeout
-        self._guard = guard
-        self._free_store = free_store
         self._wakeup = wakeup
         self._site = site
         self._selector = selectors.DefaultSelector()
@@ -120,8 +95,6 @@ class Supervisor:
         self._suspect: float | None = None
         self.cause: BaseException | None = None
         self._cause_rank: int | None = None
-        self._kill_at: float | None = None
-        self._killed = False
 
     # -- the loop ------------------------------------------------------------------------------
 
@@ -139,7 +112,7 @@ class Supervisor:
                     key.data()
                 self._tick(time.monotonic())
         except BaseException:
-            self._kill()
+            self._ending.kill()
             raise
         finally:
             self._selector.close()
@@ -180,9 +153,9 @@ class Supervisor:
         now = time.monotonic()
         times: list[float] = []
         if any(one.process is not None and one.process.fileno() < 0 for one in self.workers):
-            times.append(now + _KNOCK_SECONDS)
+            times.append(now + PERIOD)
         if self.cause is not None:
-            times.append(now + _KNOCK_SECONDS)
+            times.append(now + PERIOD)
         elif self._suspect is not None:
             times.append(self._suspect)
         elif len(self._joined) < len(self.workers):
@@ -202,9 +175,7 @@ class Supervisor:
             elif len(self._joined) < len(self.workers):
                 self._check_joining(now)
             return
-        if not self._killed and self._kill_at is not None and now >= self._kill_at:
-            self._kill()
-        self._free_local(now)
+        self._ending.go_on(now, self.outcomes.keys())
 
     # -- events --------------------------------------------------------------------------------
 
@@ -370,77 +341,7 @@ class Supervisor:
             "call, or allow more time"
         )
 
-    # -- the end -------------------------------------------------------------------------------
-
     def _settle(self, cause: BaseException) -> None:
         """Fixes the cause of the failure and begins to end everybody."""
         self.cause = cause
-        self._kill_at = time.monotonic() + self._grace
-        if self._free_store is not None:
-            self._free_store()
-        for worker in self.workers:
-            if worker.process is not None:
-                send_signal(worker.process, signal.SIGTERM)
-            elif worker.rank not in self.outcomes:
-                try:
-                    worker.channel.send(Stop())
-                except OSError:
-                    pass  # it has just left by itself
-
-    def _kill(self) -> None:
-        self._killed = True
-        for worker in self.workers:
-            if worker.process is not None:
-                send_signal(worker.process, signal.SIGKILL)
-
-    def _free_local(self, now: float) -> None:
-        if self._guard is None or self._kill_at is None:
-            return
-        if any(one.process is None and one.rank not in self.outcomes for one in self.workers):
-            self._guard.knock()
-            if now >= self._kill_at + _LAST_RESORT_SECONDS:
-                self._give_up()
-
-    def _give_up(self) -> None:
-        import faulthandler
-        import traceback
-
-        assert self.cause is not None
-        sys.stderr.write(
-            "distribute: rank 0 cannot be freed, so its process ends here. The cause:\n"
-            + "".join(traceback.format_exception(self.cause))
-        )
-        faulthandler.dump_traceback(all_threads=True)
-        sys.stderr.flush()
-        self._kill()
-        os._exit(1)
-
-
-def close(workers: list[Worker], grace: float) -> None:
-    """Lets idle workers leave, ends those that do not, and reaps them all."""
-    for worker in workers:
-        try:
-            worker.channel.send(Close())
-        except OSError:
-            pass  # it has left
-    end(workers, grace)
-
-
-def end(workers: list[Worker], grace: float) -> None:
-    """Waits for the processes of workers to end, by force after the grace period."""
-    processes = [worker.process for worker in workers if worker.process is not None]
-    limit = time.monotonic() + grace
-    while running := [one for one in processes if one.poll() is None]:
-        left = limit - time.monotonic()
-        if left <= 0:
-            for one in running:
-                send_signal(one, signal.SIGKILL)
-        with selectors.DefaultSelector() as selector:
-            for one in running:
-                if one.fileno() >= 0:
-                    selector.register(one.fileno(), selectors.EVENT_READ)
-            selector.select(min(max(left, 0.001), _KNOCK_SECONDS))
-    for worker in workers:
-        worker.channel.close()
-    for one in processes:
-        one.close()
+        self._ending.begin(cause, self.outcomes.keys())

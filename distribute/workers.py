@@ -7,16 +7,17 @@ import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from distribute import rendezvous, supervise
+from distribute import ending, rendezvous
 from distribute.ambient import Settings, Streams
 from distribute.channel import Channel
+from distribute.ending import Worker
 from distribute.messages import Call
 from distribute.outcome import Outcome
 from distribute.payload import Payload
 from distribute.place import Place, places
 from distribute.plan import Plan
 from distribute.process import Process
-from distribute.supervise import Supervisor, Worker
+from distribute.supervise import Supervisor
 
 # Makes the process of one place. It gets the launcher's and the worker's end of the control
 # channel, and the listening socket of the rendezvous if the worker is rank 0.
@@ -74,7 +75,7 @@ class Workers:
 
     def close(self, grace: float) -> None:
         """Lets the workers leave; they are gone afterwards."""
-        supervise.close(self.members, grace)
+        ending.close(self.members, grace)
 
 
 def assemble(plan: Plan, make: Make) -> Workers:
@@ -110,7 +111,7 @@ def make_all(wanted: Iterable[Place], make: Make, listening: socket.socket | Non
                 theirs.close()
             members.append(Worker(place.rank, ours, process))
     except BaseException:
-        supervise.end(members, 0.0)
+        ending.end(members, 0.0)
         raise
     return members
 

@@ -27,7 +27,8 @@ loading
 asked indices iterables transfer
 collectives randomness
 sharding
-messages outcome task link
+ending outcome task link
+messages
 plan channel
 machine request place payload home
 ambient command devices environment interrupt memory openmp process rendezvous tree world

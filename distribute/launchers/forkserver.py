@@ -12,15 +12,15 @@ import subprocess
 import sys
 import threading
 
-from distribute import process, supervise
+from distribute import ending, process
 from distribute.channel import Channel
+from distribute.ending import Worker
 from distribute.outcome import Outcome
 from distribute.payload import pack
 from distribute.place import Place
 from distribute.plan import Plan
 from distribute.process import ChildProcess, leads_group
 from distribute.server import Order
-from distribute.supervise import Worker
 from distribute.task import Task
 from distribute.workers import run_once
 
@@ -133,7 +133,7 @@ class Server:
     def close(self) -> None:
         """Ends the server."""
         self.channel.close()
-        supervise.end([Worker(-1, self.channel, self.process)], 1.0)
+        ending.end([Worker(-1, self.channel, self.process)], 1.0)
 
 
 _lock = threading.Lock()

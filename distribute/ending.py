@@ -1,0 +1,146 @@
+"""How workers end: asked, then made to; and the rank in the calling process freed meanwhile."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import selectors
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from distribute.channel import Channel
+from distribute.interrupt import Guard
+from distribute.messages import Close, Ready, Stop
+from distribute.process import Process, send_signal
+
+# How often processes that end are looked at where they have no descriptor to wait for, and the
+# rank in the calling process is asked to leave.
+PERIOD = 0.05
+# When that rank has not left by this time after the grace period, it never will.
+_LAST_RESORT_SECONDS = 5.0
+
+
+@dataclass
+class Worker:
+    """The launcher's side of one rank.
+
+    Attributes:
+        rank: Its rank.
+        channel: The launcher's end of its control channel.
+        process: Its process, or None for the rank in the calling process.
+        ready: What it reported when it was in place.
+    """
+
+    rank: int
+    channel: Channel
+    process: Process | None
+    ready: Ready | None = None
+
+
+class Ending:
+    """The end of all workers of a failed call: SIGTERM, the grace period, SIGKILL.
+
+    Args:
+        workers: All ranks.
+        grace: Seconds between the two signals.
+        guard: Frees the rank in the calling process from Python code.
+        free_store: Frees it from a wait in the store.
+    """
+
+    def __init__(
+        self,
+        workers: list[Worker],
+        *,
+        grace: float,
+        guard: Guard | None,
+        free_store: Callable[[], None] | None,
+    ) -> None:
+        self._workers = workers
+        self._grace = grace
+        self._guard = guard
+        self._free_store = free_store
+        self._kill_at = 0.0
+        self._killed = False
+        self._cause: BaseException | None = None
+
+    def begin(self, cause: BaseException, left: Collection[int]) -> None:
+        """Asks all ranks to end.
+
+        Args:
+            cause: Why.
+            left: Ranks that have left the function.
+        """
+        self._cause = cause
+        self._kill_at = time.monotonic() + self._grace
+        if self._free_store is not None:
+            self._free_store()
+        for worker in self._workers:
+            if worker.process is not None:
+                send_signal(worker.process, signal.SIGTERM)
+            elif worker.rank not in left:
+                try:
+                    worker.channel.send(Stop())
+                except OSError:
+                    pass  # it has just left by itself
+
+    def go_on(self, now: float, left: Collection[int]) -> None:
+        """Does what is due by now."""
+        if not self._killed and now >= self._kill_at:
+            self.kill()
+        here = [one for one in self._workers if one.process is None and one.rank not in left]
+        if self._guard is not None and here:
+            self._guard.knock()
+            if now >= self._kill_at + _LAST_RESORT_SECONDS:
+                self._give_up()
+
+    def kill(self) -> None:
+        """Ends all other processes at once."""
+        self._killed = True
+        for worker in self._workers:
+            if worker.process is not None:
+                send_signal(worker.process, signal.SIGKILL)
+
+    def _give_up(self) -> None:
+        assert self._cause is not None
+        sys.stderr.write(
+            "distribute: rank 0 cannot be freed, so its process ends here. The cause:\n"
+            + "".join(traceback.format_exception(self._cause))
+        )
+        faulthandler.dump_traceback(all_threads=True)
+        sys.stderr.flush()
+        self.kill()
+        os._exit(1)
+
+
+def close(workers: list[Worker], grace: float) -> None:
+    """Lets idle workers leave, ends those that do not, and reaps them all."""
+    for worker in workers:
+        try:
+            worker.channel.send(Close())
+        except OSError:
+            pass  # it has left
+    end(workers, grace)
+
+
+def end(workers: list[Worker], grace: float) -> None:
+    """Waits for the processes of workers to end, by force after the grace period."""
+    processes = [worker.process for worker in workers if worker.process is not None]
+    limit = time.monotonic() + grace
+    while running := [one for one in processes if one.poll() is None]:
+        left = limit - time.monotonic()
+        if left <= 0:
+            for one in running:
+                send_signal(one, signal.SIGKILL)
+        with selectors.DefaultSelector() as selector:
+            for one in running:
+                if one.fileno() >= 0:
+                    selector.register(one.fileno(), selectors.EVENT_READ)
+            selector.select(min(max(left, 0.001), PERIOD))
+    for worker in workers:
+        worker.channel.close()
+    for one in processes:
+        one.close()
