@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from distribute.environment import External, external_world
@@ -198,7 +198,8 @@ def _method(
     if world_size == 1:
         return "inline", "one process needs no other"
     if machine.interactive:
-        why_not = _unsafe_fork(machine)
+        # A kernel always has threads of its own, which wait for messages: a fork proves itself.
+        why_not = _unsafe_fork(replace(machine, other_threads=False))
         if why_not:
             return "forkserver", f"{machine.interactive}, where {why_not}"
         return "fork", f"{machine.interactive}: the workers see what the cells made"

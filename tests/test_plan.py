@@ -108,6 +108,7 @@ CHOICES: list[tuple[str, dict[str, Any], Machine, dict[str, str], str, str]] = [
     # A notebook or a prompt forks, if it can.
     ("notebook", {"devices": 2}, cpus(**NOTEBOOK), {}, "fork", "a notebook kernel"),
     ("notebook, later", {"devices": 2}, cpus(**NOTEBOOK, **LATER), {}, "fork", "a notebook"),
+    ("its threads", {"devices": 2}, cpus(other_threads=True, **NOTEBOOK), {}, "fork", "a notebook"),
     ("prompt of a script", {"devices": 2}, cpus(interactive="a prompt"), {}, "fork", "a prompt"),
     (
         "notebook, live GPU",
