@@ -566,7 +566,8 @@ C62 = """
 
 def torchrun(processes: int, script: Path, *args: str) -> list[str]:
     return [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes),
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+        str(processes),
         str(script), *args,
     ]  # fmt: skip
 

@@ -15,7 +15,8 @@ import torch
 from tests.scripts import ROOT, Ended, run_python
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+# On a port of its own: two of them on one machine would take the same otherwise.
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 # Two threads of OpenMP that wait for each other on busy cores make one process slower than two.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
