@@ -17,7 +17,7 @@ test: $(INSTALLED)
 	$(RUN) -m pytest -q
 
 soak: $(INSTALLED)
-	$(RUN) -m pytest -q -m soak
+	$(RUN) -m pytest -q -m soak -o faulthandler_timeout=0
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
