@@ -247,9 +247,9 @@ class Context:
         """
         from tqdm import tqdm
 
-        if not self.is_main_process:
-            return iterable
-        return cast("Iterable[T]", tqdm(iterable, **options))
+        # The same type everywhere, so that `set_postfix` and the like work on every rank.
+        silent = options.pop("disable", False) or not self.is_main_process
+        return cast("Iterable[T]", tqdm(iterable, disable=silent, **options))
 
     def save(self, obj: object, path: str | os.PathLike[str]) -> None:
         """Writes rank 0's object to a file with `torch.save`; every rank must call it.
