@@ -128,7 +128,7 @@ def test_c07_code_after_the_call_runs_once(tmp_path: Path, strategy: str) -> Non
             print("AFTER")
         """,
     )
-    times = 3 if strategy == "ddp_spawn" else 5
+    times = 1 if strategy == "ddp_spawn" else 3
     for number in range(times):
         ended = run_python(script, strategy, cwd=tmp_path)
 
