@@ -23,7 +23,7 @@ from distribute.messages import Call, Go, Joined, Joining, Ready, Site
 from distribute.outcome import Outcome
 
 # How long an error that looks like an echo waits for its cause.
-ECHO_SECONDS = 1.0
+_ECHO_SECONDS = 1.0
 # Waiting for ranks gets a line on stderr after this.
 _NOTICE_SECONDS = 10.0
 
@@ -122,11 +122,6 @@ class Supervisor:
                 one.drop()
             raise Failure(self.cause, self._cause_rank, outcomes)
         return outcomes
-
-    def stop(self, cause: BaseException) -> None:
-        """Ends all ranks because of something that is no rank's outcome."""
-        if self.cause is None:
-            self._settle(cause)
 
     def _register(self) -> None:
         for worker in self.workers:
@@ -288,7 +283,7 @@ class Supervisor:
             return
         if outcome.echo or outcome.kind == "freed":
             if self._suspect is None:
-                self._suspect = time.monotonic() + ECHO_SECONDS
+                self._suspect = time.monotonic() + _ECHO_SECONDS
         else:
             self._suspect = outcome.time
 

@@ -43,9 +43,12 @@ def run(plan: Plan, task: Task, site: Site) -> list[Outcome]:
     try:
         world = dataclasses.replace(world, grouped=dist.is_initialized())
         value = _in_world(plan, world, task, site)
-    finally:
+    except BaseException:
         if not held:
-            rendezvous.leave(failed=False)
+            rendezvous.leave(failed=True)
+        raise
+    if not held:
+        rendezvous.leave(failed=False)
     return [outcome.returned(0, value, local=True)]
 
 

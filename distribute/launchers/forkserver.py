@@ -39,12 +39,6 @@ def run(plan: Plan, task: Task) -> list[Outcome]:
     return run_once(plan, pack(task, main_names=frozenset()), _fork)
 
 
-def warm() -> None:
-    """Starts the server, if it is not there yet, and waits until it can serve."""
-    with _lock:
-        _the_server().wait()
-
-
 class ServedProcess:
     """A child of the fork server; its end arrives through a pipe."""
 
