@@ -10,8 +10,11 @@ from distribute.decorated import Distributed
 from distribute.environment import worker_descriptors as _worker_descriptors
 from distribute.errors import (
     CallMismatch,
+    DeadlineExceeded,
     DistributeError,
     JoinTimeout,
+    MainFailed,
+    RankOutcome,
     RequestError,
     WorkerDied,
     WorkerError,
@@ -27,11 +30,14 @@ __version__ = "0.1.0"
 __all__ = [
     "CallMismatch",
     "Context",
+    "DeadlineExceeded",
     "DistributeError",
     "Distributed",
     "JoinTimeout",
+    "MainFailed",
     "Options",
     "Plan",
+    "RankOutcome",
     "RequestError",
     "WorkerDied",
     "WorkerError",

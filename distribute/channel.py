@@ -18,9 +18,10 @@ from typing import Any
 
 from distribute import lifeline
 from distribute.payload import Payload
+from distribute.record import Record
 
 _HEADER = struct.Struct("!QB")
-_MOST_DESCRIPTORS = 8
+_MOST_DESCRIPTORS = 12
 _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
@@ -29,11 +30,15 @@ class Channel:
 
     Beside the stream of messages it has a lifeline: a socket pair on which nothing is ever sent,
     whose end the kernel itself turns into the end of the worker (see `tie`).
+
+    Attributes:
+        record: What the worker is doing, shared by both ends.
     """
 
-    def __init__(self, end: socket.socket, life: socket.socket) -> None:
+    def __init__(self, end: socket.socket, life: socket.socket, record: Record) -> None:
         self._socket = end
         self._life = life
+        self.record = record
         _open_ends.add(self)
 
     @classmethod
@@ -41,19 +46,21 @@ class Channel:
         """Returns the two ends of a new channel: the launcher's and the worker's."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         our_life, their_life = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        return cls(ours, our_life), cls(theirs, their_life)
+        our_record, their_record = Record.pair()
+        return cls(ours, our_life, our_record), cls(theirs, their_life, their_record)
 
     @classmethod
-    def inherited(cls, descriptor: int, life: int) -> Channel:
+    def inherited(cls, descriptor: int, life: int, record: int) -> Channel:
         """Takes the end that this process was started with, by its `descriptors`."""
-        for one in (descriptor, life):
+        for one in (descriptor, life, record):
             os.set_inheritable(one, False)
-        return cls(socket.socket(fileno=descriptor), socket.socket(fileno=life))
+        ends = socket.socket(fileno=descriptor), socket.socket(fileno=life)
+        return cls(*ends, Record(record))
 
     @property
-    def descriptors(self) -> tuple[int, int]:
-        """The descriptors of this end: of the messages and of the lifeline."""
-        return self._socket.fileno(), self._life.fileno()
+    def descriptors(self) -> tuple[int, int, int]:
+        """The descriptors of this end: of the messages, the lifeline and the record."""
+        return self._socket.fileno(), self._life.fileno(), self.record.descriptor
 
     def tie(self, *, group: bool) -> None:
         """Has the kernel end this process when the other end is gone, however that went.
@@ -142,6 +149,7 @@ class Channel:
         _open_ends.discard(self)
         self._socket.close()
         self._life.close()
+        self.record.close()
 
     def keep_only(self) -> None:
         """Closes every other end that this process inherited by a fork."""

@@ -21,6 +21,7 @@ import math
 import numbers
 import pickle
 import struct
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -137,6 +138,38 @@ def broadcast_object(world: World, obj: T, src: int = 0) -> T:
     _require_sent(parcels[0], src)
     received: T = obj if world.rank == src else pickle.loads(parcels[0])
     return received
+
+
+def from_main(world: World, obj: T) -> T:
+    """Returns rank 0's object on every rank, however long rank 0 takes to come.
+
+    The others do not wait in a collective, which its timeout would bound, but look for a mark in
+    the group's store; so a signal reaches them at once.
+    """
+    if _is_alone(world):
+        return obj
+    group = dist.group.WORLD
+    store = dist.distributed_c10d._get_default_store()
+    key = f"distribute/main/{_turn(group)}"
+    if world.rank == 0:
+        store.set(key, "")
+    else:
+        pause = _SHORTEST_PAUSE
+        while not store.check([key]):
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+    return broadcast_object(world, obj)
+
+
+# How often each default group has waited for rank 0.
+_turns: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_SHORTEST_PAUSE = 0.0001
+_LONGEST_PAUSE = 0.02
+
+
+def _turn(group: Any) -> int:
+    _turns[group] = _turns.get(group, 0) + 1
+    return _turns[group]
 
 
 def all_gather_object(world: World, obj: T) -> list[T]:

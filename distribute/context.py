@@ -13,9 +13,11 @@ from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, overload
 import torch
 from torch import nn
 
-from distribute import collectives, data
+from distribute import collectives, data, record
 from distribute import model as models
 from distribute.ambient import Fold
+from distribute.errors import MainFailed
+from distribute.outcome import ORIGIN, obstacle
 from distribute.world import World
 
 if TYPE_CHECKING:
@@ -83,6 +85,11 @@ class Context:
         return self._world.backend
 
     @property
+    def restart_count(self) -> int:
+        """How often all ranks were started again after a failure (see `max_restarts`)."""
+        return self._world.restart_count
+
+    @property
     def is_main_process(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
@@ -128,7 +135,8 @@ class Context:
 
     def sync_buffers(self, module: nn.Module) -> None:
         """Gives every rank rank 0's buffers, such as BatchNorm's running statistics."""
-        models.sync_buffers(self._world, module)
+        with record.operation("sync_buffers"):
+            models.sync_buffers(self._world, module)
 
     # -- data ----------------------------------------------------------------------------------
 
@@ -158,27 +166,33 @@ class Context:
             value: A tensor, a number, or nested containers of them; equal in shape on all ranks.
             op: `"sum"`, `"mean"`, `"min"`, `"max"` or `"product"`.
         """
-        return collectives.all_reduce(self._world, value, op)
+        with record.operation("all_reduce"):
+            return collectives.all_reduce(self._world, value, op)
 
     def all_gather(self, value: T) -> list[T]:
         """Returns the list of every rank's value, by rank. Tensors may differ in size."""
-        return collectives.all_gather(self._world, value)
+        with record.operation("all_gather"):
+            return collectives.all_gather(self._world, value)
 
     def broadcast(self, value: T, src: int = 0) -> T:
         """Returns rank `src`'s value on every rank; the others may pass None."""
-        return collectives.broadcast(self._world, value, src)
+        with record.operation("broadcast"):
+            return collectives.broadcast(self._world, value, src)
 
     def all_gather_object(self, value: T) -> list[T]:
         """Returns the list of every rank's picklable object, by rank."""
-        return collectives.all_gather_object(self._world, value)
+        with record.operation("all_gather_object"):
+            return collectives.all_gather_object(self._world, value)
 
     def broadcast_object(self, value: T, src: int = 0) -> T:
         """Returns rank `src`'s picklable object on every rank; the others may pass None."""
-        return collectives.broadcast_object(self._world, value, src)
+        with record.operation("broadcast_object"):
+            return collectives.broadcast_object(self._world, value, src)
 
     def barrier(self) -> None:
         """Waits until all ranks are here."""
-        collectives.barrier(self._world)
+        with record.operation("barrier"):
+            collectives.barrier(self._world)
 
     # -- one rank at a time --------------------------------------------------------------------
 
@@ -186,27 +200,32 @@ class Context:
     def main_process_first(self) -> Generator[None]:
         """Lets rank 0 run the block first, and the other ranks when it has finished.
 
-        Raises:
-            RuntimeError: On the other ranks, when rank 0 left the block by an exception.
-        """
-        if not self.is_main_process:
-            self._after_main(None)
-            yield
-            return
-        try:
-            yield
-        except BaseException as error:
-            self._after_main(f"{type(error).__name__}: {error}")
-            raise
-        self._after_main(None)
+        They wait as long as it takes: `timeout` does not bound it.
 
-    def _after_main(self, failure: str | None) -> None:
-        failure = self.broadcast_object(failure)
-        if failure is not None and not self.is_main_process:
-            raise RuntimeError(f"rank 0 failed in main_process_first: {failure}")
+        Raises:
+            MainFailed: On the other ranks, at once, when rank 0 left the block by an exception.
+        """
+        failure: str | None = None
+        if self.is_main_process:
+            try:
+                yield
+            except BaseException as error:
+                failure = f"{type(error).__name__}: {error}"
+                raise
+            finally:
+                collectives.from_main(self._world, failure)
+            return
+        with record.operation("main_process_first"):
+            failure = collectives.from_main(self._world, None)
+        if failure is not None:
+            told = MainFailed(f"rank 0 failed in main_process_first: {failure}")
+            raise _of_main(told)
+        yield
 
     def on_main(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a function on rank 0 and returns its value on every rank.
+
+        The others wait as long as it takes: `timeout` does not bound it.
 
         Args:
             function: What to call; its value must be picklable.
@@ -217,14 +236,16 @@ class Context:
             Exception: On every rank, what the function raised.
         """
         report: tuple[bool, Any] | None = None
-        if self.is_main_process:
-            try:
-                report = True, function(*args, **kwargs)
-            except Exception as error:
-                report = False, error
-        done, value = cast("tuple[bool, Any]", self.broadcast_object(report))
+        with record.operation("on_main"):
+            if self.is_main_process:
+                try:
+                    report = True, function(*args, **kwargs)
+                except Exception as error:
+                    collectives.from_main(self._world, (False, _to_send(error)))
+                    raise
+            done, value = cast("tuple[bool, Any]", collectives.from_main(self._world, report))
         if not done:
-            raise value
+            raise _of_main(value)
         return cast("T", value)
 
     # -- output and files ----------------------------------------------------------------------
@@ -270,6 +291,18 @@ class Context:
             map_location: Where tensors go, as in `torch.load`.
         """
         return torch.load(os.fspath(path), map_location=map_location, weights_only=True)
+
+
+def _to_send(error: Exception) -> Exception:
+    if obstacle(error):
+        return MainFailed(f"rank 0 failed in on_main: {type(error).__name__}: {error}")
+    return error
+
+
+def _of_main(error: BaseException) -> BaseException:
+    """Marks an exception as rank 0's: raised here as well, it is no second failure."""
+    setattr(error, ORIGIN, 0)
+    return error
 
 
 def _write(obj: object, path: str) -> None:

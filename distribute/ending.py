@@ -13,15 +13,16 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from distribute.channel import Channel
-from distribute.interrupt import Guard
+from distribute.interrupt import LAST_RESORT_SECONDS, Guard
 from distribute.messages import Close, Ready, Stop
+from distribute.output import Tap
 from distribute.process import Process, send_signal
 
 # How often processes that end are looked at where they have no descriptor to wait for, and the
 # rank in the calling process is asked to leave.
 PERIOD = 0.05
-# When that rank has not left by this time after the grace period, it never will.
-_LAST_RESORT_SECONDS = 5.0
+# Whoever waits for ranks that take long to end is told what for.
+_TELL_SECONDS = 0.5
 
 
 @dataclass
@@ -33,12 +34,19 @@ class Worker:
         channel: The launcher's end of its control channel.
         process: Its process, or None for the rank in the calling process.
         ready: What it reported when it was in place.
+        tap: Its standard output and error, or None where they are this process's own.
     """
 
     rank: int
     channel: Channel
     process: Process | None
     ready: Ready | None = None
+    tap: Tap | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id of the rank."""
+        return os.getpid() if self.process is None else self.process.pid
 
 
 class Ending:
@@ -64,6 +72,8 @@ class Ending:
         self._guard = guard
         self._free_store = free_store
         self._kill_at = 0.0
+        self._tell_at = 0.0
+        self._told = False
         self._killed = False
         self._cause: BaseException | None = None
 
@@ -75,12 +85,15 @@ class Ending:
             left: Ranks that have left the function.
         """
         self._cause = cause
-        self._kill_at = time.monotonic() + self._grace
+        now = time.monotonic()
+        self._kill_at = now + self._grace
+        self._tell_at = now + _TELL_SECONDS
         if self._free_store is not None:
             self._free_store()
         for worker in self._workers:
             if worker.process is not None:
-                send_signal(worker.process, signal.SIGTERM)
+                # One that is stopped ends when it goes on.
+                send_signal(worker.process, signal.SIGTERM, signal.SIGCONT)
             elif worker.rank not in left:
                 try:
                     worker.channel.send(Stop())
@@ -89,17 +102,36 @@ class Ending:
 
     def go_on(self, now: float, left: Collection[int]) -> None:
         """Does what is due by now."""
+        if not self._told and now >= self._tell_at:
+            self._tell(left)
         if not self._killed and now >= self._kill_at:
             self.kill()
         here = [one for one in self._workers if one.process is None and one.rank not in left]
         if self._guard is not None and here:
             self._guard.knock()
-            if now >= self._kill_at + _LAST_RESORT_SECONDS:
+            if now >= self._kill_at + LAST_RESORT_SECONDS:
                 self._give_up()
+
+    def _tell(self, left: Collection[int]) -> None:
+        self._told = True
+        ranks = [
+            one.rank
+            for one in self._workers
+            if (one.process is None and one.rank not in left)
+            or (one.process is not None and one.process.poll() is None)
+        ]
+        if not ranks:
+            return
+        assert self._cause is not None
+        told = "".join(traceback.format_exception_only(self._cause)).rstrip()
+        sys.stderr.write(
+            f"distribute: the call has failed, and rank(s) {', '.join(map(str, ranks))} take long "
+            f"to end; SIGKILL comes {self._grace:g} s (grace) after SIGTERM. The cause:\n{told}\n"
+        )
 
     def kill(self) -> None:
         """Ends all other processes at once."""
-        self._killed = True
+        self._killed = self._told = True
         for worker in self._workers:
             if worker.process is not None:
                 send_signal(worker.process, signal.SIGKILL)
@@ -142,5 +174,7 @@ def end(workers: list[Worker], grace: float) -> None:
             selector.select(min(max(left, 0.001), PERIOD))
     for worker in workers:
         worker.channel.close()
+        if worker.tap is not None:
+            worker.tap.close()
     for one in processes:
         one.close()

@@ -120,7 +120,7 @@ def _attempt(chosen: Plan, task: Task, site: Site) -> list[Outcome] | BaseExcept
         return _launch(chosen, task, site)
     except Failure as failure:
         # Raised outside this block, which would become part of its chain.
-        return failure.cause
+        return failure.news()
 
 
 def _launch(chosen: Plan, task: Task, site: Site) -> list[Outcome]:

@@ -28,6 +28,7 @@ class External:
         master_addr: Where the rendezvous store listens.
         master_port: Its port.
         hosted: Whether the launcher hosts that store; otherwise rank 0 does.
+        restarts: How often the launcher has started the world again.
     """
 
     by: str
@@ -40,6 +41,7 @@ class External:
     master_addr: str
     master_port: int
     hosted: bool
+    restarts: int
 
 
 def is_worker(environ: Mapping[str, str], pid: int) -> bool:
@@ -47,11 +49,11 @@ def is_worker(environ: Mapping[str, str], pid: int) -> bool:
     return _marker(environ)[2] == str(pid)
 
 
-def worker_descriptors(environ: Mapping[str, str], pid: int) -> tuple[int, int] | None:
+def worker_descriptors(environ: Mapping[str, str], pid: int) -> tuple[int, int, int] | None:
     """Returns the control channel's descriptors that this re-executed worker was started with."""
     parts = _marker(environ)[0].split(",")
-    if is_worker(environ, pid) and len(parts) == 2 and all(one.isdigit() for one in parts):
-        return int(parts[0]), int(parts[1])
+    if is_worker(environ, pid) and len(parts) == 3 and all(one.isdigit() for one in parts):
+        return int(parts[0]), int(parts[1]), int(parts[2])
     return None
 
 
@@ -87,6 +89,7 @@ def external_world(environ: Mapping[str, str]) -> External | None:
         master_addr=environ["MASTER_ADDR"],
         master_port=_number(environ, "MASTER_PORT"),
         hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        restarts=_number(environ, "TORCHELASTIC_RESTART_COUNT"),
     )
 
 

@@ -8,13 +8,53 @@ The tree, so that one can catch broadly or narrowly:
     +-- WorkerError (RuntimeError)    a rank raised something that could not be rebuilt here
     +-- WorkerDied (RuntimeError)     a rank's process ended without a value or an exception
     +-- JoinTimeout (TimeoutError)    some ranks did not join in time
+    +-- DeadlineExceeded (TimeoutError)   the whole call took longer than `deadline`
+    +-- MainFailed (RuntimeError)     rank 0 left `main_process_first` by an exception
 
 An exception raised by the user's function is none of these: it reaches the caller as itself.
+Whatever reaches the caller has an attribute `outcomes`: one `RankOutcome` for each rank.
 """
 
 from __future__ import annotations
 
 import signal
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOutcome:
+    """What became of one rank of a call that failed; the exception has them all in `outcomes`.
+
+    Attributes:
+        rank: The rank.
+        kind: `"returned"`, `"raised"`, `"exited"` (its process or `sys.exit` ended it), `"killed"`
+            (by a signal, or by the launcher after another rank had failed), `"never started"` (it
+            ended or was ended before it was ready for the call).
+        error: Qualified name of the exception's type and its text, or empty.
+        exit_code: Exit code of the process or of `sys.exit`, or None.
+        signal: Number of the signal that ended the process, or None.
+        consequence: Whether this is only the result of another rank's failure.
+        collective: The rank's last collective of `Context` with its call site, or empty.
+        traceback: Its formatted traceback when it raised, or empty.
+        stack: Its Python stack, outermost call first, when it crashed or when the call was found
+            to hang; else empty.
+        output: The last lines of its standard output and error; empty where these are the
+            terminal's or the calling process's own.
+        time: When it ended, by the machine's monotonic clock in seconds.
+    """
+
+    rank: int
+    kind: Literal["returned", "raised", "exited", "killed", "never started"]
+    error: str = ""
+    exit_code: int | None = None
+    signal: int | None = None
+    consequence: bool = False
+    collective: str = ""
+    traceback: str = ""
+    stack: str = ""
+    output: tuple[str, ...] = ()
+    time: float = 0.0
 
 
 class DistributeError(Exception):
@@ -48,6 +88,14 @@ class JoinTimeout(DistributeError, TimeoutError):
     """Raised when some ranks did not join their world within `rendezvous_timeout`."""
 
 
+class DeadlineExceeded(DistributeError, TimeoutError):
+    """Raised when a call has not ended within its `deadline`."""
+
+
+class MainFailed(DistributeError, RuntimeError):
+    """Raised on the other ranks when rank 0 leaves `main_process_first` by an exception."""
+
+
 class WorkerError(DistributeError, RuntimeError):
     """Raised in place of a rank's exception that could not be sent or rebuilt.
 
@@ -79,26 +127,45 @@ class WorkerDied(DistributeError, RuntimeError):
         exit_code: Its exit code, or None when a signal ended it.
         signal: Number of the signal that ended it, or None.
         detail: What else is known, such as the point in the worker's life.
+        hint: What may have been the reason, or empty.
+        stack: Its Python stack at the crash, or empty.
+        output: The last lines of its output.
     """
 
     def __init__(
-        self, rank: int, exit_code: int | None, signal: int | None, detail: str = ""
+        self,
+        rank: int,
+        exit_code: int | None,
+        signal: int | None,
+        detail: str = "",
+        hint: str = "",
+        stack: str = "",
+        output: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(rank, exit_code, signal, detail)
+        super().__init__(rank, exit_code, signal, detail, hint, stack, output)
         self.rank = rank
         self.exit_code = exit_code
         self.signal = signal
         self.detail = detail
+        self.hint = hint
+        self.stack = stack
+        self.output = output
 
     def __str__(self) -> str:
         if self.signal is not None:
             end = f"was killed by {signal_name(self.signal)}"
-            if self.signal == signal.SIGKILL:
-                end += " (possibly out of memory)"
         else:
             end = f"ended with exit code {self.exit_code}"
-        detail = f" {self.detail}" if self.detail else " before it returned or raised"
-        return f"rank {self.rank} {end}{detail}"
+        hint = f" ({self.hint})" if self.hint else ""
+        detail = self.detail or "before it returned or raised"
+        text = f"rank {self.rank} {end}{hint} {detail}"
+        if self.stack:
+            text += f"\nIts stack (most recent call last):\n{self.stack.rstrip()}"
+        if self.output:
+            text += "\nThe last lines of its output:\n" + "\n".join(
+                f"  {line}" for line in self.output
+            )
+        return text
 
 
 class RemoteTraceback(Exception):

@@ -45,7 +45,12 @@ def enter(place: Place, channel: Channel, *, group: bool) -> None:
     """
     if group:
         os.setpgid(0, 0)
+    else:
+        # A child of the fork server is in the server's group, which the terminal stops when it
+        # reads.
+        os.setpgid(0, os.getpgid(place.launcher))
     channel.tie(group=group)
+    worker.show(channel.record)
     worker.settle(place)
     if not group:
         # Ctrl-C on the terminal reaches this process too; the launcher decides what it means.

@@ -11,10 +11,14 @@ three means, each for what the others do not reach:
   function handles an exception: its `except` and `finally` have the grace period.
 
 The signal is a real-time one, or SIGURG where there is none: SIGUSR1 and SIGUSR2 are the user's.
+
+`Signals` is the other direction: what the terminal and others send to the calling process during a
+call.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -22,6 +26,9 @@ import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
+
+# When the function has not left by this time after the grace period, it never will.
+LAST_RESORT_SECONDS = 5.0
 
 SIGNAL: int = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGURG
 
@@ -54,6 +61,11 @@ class Guard:
         self._hook = sys.unraisablehook
         sys.unraisablehook = self._unraisable
         return self
+
+    @property
+    def thread(self) -> int:
+        """Identifier of the thread in which the function runs."""
+        return self._thread
 
     def __exit__(
         self,
@@ -99,3 +111,70 @@ class Guard:
         if handling and time.monotonic() < self._deadline:
             return
         raise WorldEnded
+
+
+class Signals:
+    """Hears the signals that arrive at this process during a call, whatever its main thread does.
+
+    Python's own handlers wait until the main thread is back in Python code, which it is not while
+    it waits in a collective. Their numbers are written to a pipe at once. Ctrl-Z is taken over,
+    unless the user has a handler for it: the ranks are in process groups of their own, which the
+    terminal does not stop.
+
+    Does nothing outside the main thread, which alone may set handlers.
+    """
+
+    def __init__(self) -> None:
+        self._ours = self._theirs = self._before = -1
+        self._takes_stop = False
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._ours, self._theirs = os.pipe()
+        os.set_blocking(self._theirs, False)
+        os.set_blocking(self._ours, False)
+        self._before = signal.set_wakeup_fd(self._theirs, warn_on_full_buffer=False)
+        if signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
+            signal.signal(signal.SIGTSTP, _noted)
+            self._takes_stop = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._ours < 0:
+            return
+        if self._takes_stop and signal.getsignal(signal.SIGTSTP) is _noted:
+            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        signal.set_wakeup_fd(self._before)
+        os.close(self._ours)
+        os.close(self._theirs)
+        self._ours = self._theirs = -1
+
+    def fileno(self) -> int:
+        """Returns a descriptor that is readable when a signal has arrived, or -1."""
+        return self._ours
+
+    def arrived(self) -> set[int]:
+        """Returns the numbers of the signals that have arrived; the user's own pipe gets them."""
+        try:
+            numbers = os.read(self._ours, 4096)
+        except BlockingIOError:
+            return set()
+        if self._before >= 0:
+            try:
+                os.write(self._before, numbers)
+            except OSError:
+                pass  # full or closed: as if Python itself had failed to write
+        return set(numbers)
+
+    def stops(self, numbers: set[int]) -> bool:
+        """Tells whether Ctrl-Z is among the numbers and is ours to carry out."""
+        return (
+            signal.SIGTSTP in numbers
+            and self._takes_stop
+            and signal.getsignal(signal.SIGTSTP) is _noted
+        )
+
+
+def _noted(number: int, frame: FrameType | None) -> None:
+    """Is a handler in name only: the pipe has the news."""

@@ -14,22 +14,23 @@ main thread                      supervisor thread
 from __future__ import annotations
 
 import os
-import signal
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-from distribute import outcome, rendezvous, worker
+from distribute import outcome, record, rendezvous, worker
 from distribute.channel import Channel
 from distribute.ending import Worker
-from distribute.interrupt import Guard
+from distribute.interrupt import Guard, Signals
 from distribute.messages import Call, Ready, Site
 from distribute.outcome import Outcome
 from distribute.payload import Payload
 from distribute.place import RANK_VARIABLES, Place
 from distribute.plan import Plan
+from distribute.record import Record
 from distribute.supervise import Failure, Supervisor
 from distribute.task import Task
 from distribute.workers import Workers
@@ -72,8 +73,9 @@ class Led:
         Raises:
             Failure: The call did not succeed, and the other processes have been ended.
         """
+        began = time.monotonic()
         try:
-            return self._call(plan, task, pack, site, extra_time)
+            return self._call(plan, task, pack, site, extra_time, began)
         except BaseException:
             self.failed = True
             self.close()
@@ -86,6 +88,7 @@ class Led:
         pack: Callable[[list[Ready]], Payload | None],
         site: Site | None,
         extra_time: float,
+        began: float,
     ) -> list[Outcome]:
         workers = self.workers
 
@@ -98,15 +101,20 @@ class Led:
             stack.callback(theirs.close)
             stack.callback(ours.close)
             stack.enter_context(_placed(self.seat.place))
+            stack.enter_context(_recorded(theirs.record))
             guard = stack.enter_context(Guard(plan.grace))
+            signals = stack.enter_context(Signals())
+            forwarder = stack.enter_context(workers.forwarded())
             supervisor = Supervisor(
                 [Worker(0, ours, None, ready=Ready(0)), *workers.members],
                 next_call,
-                grace=plan.grace,
-                rendezvous_timeout=plan.rendezvous_timeout + extra_time,
+                plan,
+                began=began,
+                extra_time=extra_time,
                 guard=guard,
                 free_store=self.seat.free,
-                wakeup=stack.enter_context(_wakeup()),
+                signals=signals,
+                catch_up=forwarder.catch_up,
                 site=site,
             )
             watch = _Watch(supervisor)
@@ -244,18 +252,11 @@ def _placed(place: Place) -> Generator[None]:
 
 
 @contextmanager
-def _wakeup() -> Generator[int]:
-    """Has the numbers of arriving signals written to a pipe.
-
-    Python's own handlers wait until the main thread is back in Python code, which it is not while
-    it waits in a collective.
-    """
-    ours, theirs = os.pipe()
-    os.set_blocking(theirs, False)
-    before = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
+def _recorded(own: Record) -> Generator[None]:
+    """Has rank 0 tell what it is doing."""
+    own.open()
+    record.use(own)
     try:
-        yield ours
+        yield
     finally:
-        signal.set_wakeup_fd(before)
-        os.close(ours)
-        os.close(theirs)
+        record.use(None)

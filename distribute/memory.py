@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 def written(parts: Sequence[bytes | memoryview]) -> int:
     """Writes bytes into a new memory file and returns its descriptor."""
-    descriptor = _new()
+    descriptor = new()
     try:
         _write_all(descriptor, parts)
     except BaseException:
@@ -43,7 +43,8 @@ def mapped(descriptor: int, size: int) -> memoryview:
     return memoryview(whole).cast("B")
 
 
-def _new() -> int:
+def new() -> int:
+    """Makes an empty memory file and returns its descriptor."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("distribute", os.MFD_CLOEXEC)
     descriptor, path = tempfile.mkstemp(prefix="distribute-")  # mode 0600

@@ -47,6 +47,7 @@ class Call:
         seed: Seed of the data order.
         streams: Random-number states to start from.
         settings: torch's settings to run under.
+        restarts: How often the world was started again before this call.
         payload: The task; None when the worker has it already.
     """
 
@@ -56,6 +57,7 @@ class Call:
     seed: int
     streams: Streams
     settings: Settings
+    restarts: int = 0
     payload: Payload | None = field(default=None)
 
 

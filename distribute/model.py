@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distribute import record
 from distribute.errors import RequestError
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ class DistributedModel(DistributedDataParallel):
         untyped._register_load_state_dict_pre_hook(_add_prefix, with_module=True)
         untyped.register_load_state_dict_post_hook(_strip_reported)
         self._load_prefix = ""
+        self._begun = False
         _warn_of_hidden(self)
         self._complete = True  # from here on attributes go to the module
 
@@ -132,6 +134,9 @@ class DistributedModel(DistributedDataParallel):
         """Calls the module; synchronises buffers and gradients only when gradients are enabled."""
         forward = cast("Any", super()).forward
         if torch.is_grad_enabled():
+            if self._begun:
+                record.step()  # the one before has come to its end
+            self._begun = True
             return forward(*args, **kwargs)
         # Otherwise DDP broadcasts buffers in its first forward but not in later ones, so that a
         # forward on one rank only, as in validation on rank 0, would wait for the others.

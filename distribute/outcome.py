@@ -13,6 +13,9 @@ from distribute.errors import RemoteTraceback, WorkerDied, WorkerError
 from distribute.home import home
 from distribute.payload import Payload, pack
 
+# An attribute of an exception that was raised on one rank and raised again on others: its rank.
+ORIGIN = "_distribute_rank"
+
 Kind = Literal["returned", "raised", "exited", "killed", "freed"]
 
 # How gloo and the store say that a peer has gone. Such an error is usually the echo of a failure
@@ -27,6 +30,8 @@ _ECHOES = (
     "recvvalue failed",
     "connectfullmesh failed",
 )
+# How gloo, NCCL and the store say that they have waited long enough.
+_TIMEOUTS = ("timed out", "timeout")
 
 
 @dataclass
@@ -38,6 +43,8 @@ class Raised:
         text: Its text.
         traceback: The formatted traceback, chain and notes included.
         where: Process id and host of the rank.
+        timed_out: Whether it says that a collective, or a wait in the store, took too long.
+        again: Whether another rank raised it, and this one was told.
         unsent: Why the exception itself is not in the payload, or empty.
     """
 
@@ -45,6 +52,8 @@ class Raised:
     text: str
     traceback: str
     where: str
+    timed_out: bool = False
+    again: bool = False
     unsent: str = ""
 
 
@@ -63,7 +72,11 @@ class Outcome:
         exit_code: Exit code of the process, or of the function's `SystemExit`.
         signal: The signal that ended the process.
         detail: What the process was doing, for `exited` and `killed`.
-        echo: Whether it looks like the consequence of another rank's end.
+        hint: What may have been the reason, for `killed`.
+        stack: The Python stack at the crash, for `exited` and `killed`.
+        output: The last lines of its output, for `exited` and `killed`.
+        echo: Whether it looks like the consequence of another rank's failure.
+        consequence: Whether it came after the call had failed, and is part of its end.
         streams: Final states of the random-number generators (rank 0 only).
     """
 
@@ -76,7 +89,11 @@ class Outcome:
     exit_code: int | None = None
     signal: int | None = None
     detail: str = ""
+    hint: str = ""
+    stack: str = ""
+    output: tuple[str, ...] = ()
     echo: bool = False
+    consequence: bool = False
     streams: Any = None
 
     @property
@@ -101,7 +118,15 @@ class Outcome:
     def error(self) -> BaseException:
         """Returns the exception that tells the caller about this failure."""
         if self.kind in ("exited", "killed", "freed"):
-            return WorkerDied(self.rank, self.exit_code, self.signal, self.detail)
+            return WorkerDied(
+                self.rank,
+                self.exit_code,
+                self.signal,
+                self.detail,
+                self.hint,
+                self.stack,
+                self.output,
+            )
         assert self.raised is not None
         local = isinstance(self.local, BaseException)
         error: BaseException = self.local if local else self._rebuilt(self.raised)
@@ -156,18 +181,21 @@ def raised(rank: int, error: BaseException, *, local: bool) -> Outcome:
         text=_text(error),
         traceback="".join(traceback.format_exception(_without_ours(error))),
         where=f"process {os.getpid()} on {socket.gethostname()}",
+        timed_out=_says(error, RuntimeError, _TIMEOUTS),
     )
-    outcome = Outcome(rank, "raised", raised=facts, echo=_is_echo(error))
+    facts.again = getattr(error, ORIGIN, rank) != rank
+    echo = facts.again or _says(error, RuntimeError | ConnectionError, _ECHOES)
+    outcome = Outcome(rank, "raised", raised=facts, echo=echo)
     if local:
         outcome.local = error
         return outcome
-    facts.unsent = _obstacle(error)
+    facts.unsent = obstacle(error)
     if not facts.unsent:
         outcome.payload = pack(_links(error), home=True)
     return outcome
 
 
-def _obstacle(error: BaseException) -> str:
+def obstacle(error: BaseException) -> str:
     """Returns why an exception cannot travel, or an empty string; its chain apart."""
     verb = "pickled"
     try:
@@ -212,7 +240,7 @@ def _links(error: BaseException) -> list[_Link]:
 
 def _stand_in(error: BaseException) -> BaseException:
     """Returns the exception itself, or one that tells of it where it cannot travel."""
-    reason = _obstacle(error)
+    reason = obstacle(error)
     if not reason:
         return error
     name = f"{type(error).__module__}.{type(error).__qualname__}"
@@ -261,9 +289,9 @@ def _without_ours(error: BaseException) -> BaseException:
     return error if trace is None else error.with_traceback(trace)
 
 
-def _is_echo(error: BaseException) -> bool:
+def _says(error: BaseException, kind: Any, words: tuple[str, ...]) -> bool:
     # By words: torch raises a plain RuntimeError for what gloo meets.
-    if not isinstance(error, RuntimeError | ConnectionError):
+    if not isinstance(error, kind):
         return False
     text = _text(error).lower()
-    return any(echo in text for echo in _ECHOES)
+    return any(one in text for one in words)

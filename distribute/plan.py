@@ -20,8 +20,8 @@ from distribute.request import (
     Request,
     StartMethod,
     indices,
+    number,
     one_of,
-    positive,
     seconds,
     seed,
 )
@@ -47,7 +47,9 @@ class Plan:
         num_nodes: Number of nodes.
         timeout: Seconds a collective may take; None for torch's default.
         rendezvous_timeout: Seconds until all ranks have joined.
+        deadline: Seconds that the whole call may take, or None.
         grace: Seconds between SIGTERM and SIGKILL.
+        max_restarts: How often the world may be started again.
         returns: `"main"` or `"all"`.
         seed: Seed of the random-number generators, or None.
         command: What re-executed workers run.
@@ -64,7 +66,9 @@ class Plan:
     num_nodes: int = 1
     timeout: float | None = None
     rendezvous_timeout: float = 120.0
+    deadline: float | None = None
     grace: float = 5.0
+    max_restarts: int = 0
     returns: Literal["main", "all"] = "main"
     seed: int | None = None
     command: tuple[str, ...] = ()
@@ -118,14 +122,16 @@ def resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> P
     wanted = _wanted_start_method(request)
     returns = one_of("returns", request.returns, ("main", "all"))
     external = external_world(environ)
-    num_nodes = positive("num_nodes", request.num_nodes)
+    num_nodes = number("num_nodes", request.num_nodes, 1)
     accelerator, devices = _devices(request, machine, external)
     backend = _backend(request, machine, accelerator)
     rest: dict[str, Any] = {
         "accelerator": accelerator,
         "timeout": seconds("timeout", request.timeout),
         "rendezvous_timeout": seconds("rendezvous_timeout", request.rendezvous_timeout),
+        "deadline": seconds("deadline", request.deadline),
         "grace": seconds("grace", request.grace, least=0.0),
+        "max_restarts": number("max_restarts", request.max_restarts, 0),
         "returns": returns,
         "seed": seed(request.seed),
         "cores": machine.cores,
@@ -134,6 +140,7 @@ def resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> P
         rank, size, held = machine.group
         reason = f"this process already holds a process group ({held}, rank {rank} of {size})"
         nodes = num_nodes if external is None else external.num_nodes
+        _check_attached(rest, "somebody else", machine)
         asked = None if request.devices == "auto" else len(devices) * nodes
         if asked not in (None, size):
             raise RequestError(
@@ -147,6 +154,7 @@ def resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> P
         )  # fmt: skip
     if external is not None:
         _check_external(request, external)
+        _check_attached(rest, external.by, machine)
         return Plan(
             "attached", f"{external.by} started this process", devices=devices, backend=backend,
             world_size=external.world_size, num_nodes=external.num_nodes, external=external, **rest,
@@ -158,7 +166,8 @@ def resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> P
             "start the script on every node with torchrun, "
             f"`torchrun --nnodes {num_nodes} --nproc-per-node {len(devices)} ...`",
         )
-    method, reason = _method(wanted, len(devices), accelerator, devices, machine)
+    kept = machine.kept == devices and machine.kept_accelerator == accelerator
+    method, reason = _method(wanted, len(devices), kept, machine, rest)
     return Plan(
         method, reason, devices=devices, backend=backend, world_size=len(devices),
         command=machine.script if method == "reexec" else (), **rest,
@@ -183,19 +192,20 @@ def _wanted_start_method(request: Request) -> StartMethod | None:
 def _method(
     wanted: StartMethod | None,
     world_size: int,
-    accelerator: str,
-    devices: tuple[int, ...],
+    kept: bool,
     machine: Machine,
+    limits: Mapping[str, Any],
 ) -> tuple[Method, str]:
-    kept = machine.kept == devices and machine.kept_accelerator == accelerator
+    restarts: int = limits["max_restarts"]
     # Freeing rank 0 takes signals, which only the main thread gets.
     kept = kept and machine.main_thread
     if wanted is not None:
-        obstacle = _OBSTACLES[wanted](machine, kept, world_size)
+        obstacle = _OBSTACLES[wanted](machine, kept, restarts)
         if obstacle:
             raise RequestError(f"start method {wanted!r}", *obstacle)
         return wanted, "it was asked for"
-    if world_size == 1:
+    # Without the main thread nobody could end the function at its deadline.
+    if world_size == 1 and not restarts and (limits["deadline"] is None or machine.main_thread):
         return "inline", "one process needs no other"
     if machine.interactive:
         # A kernel always has threads of its own, which wait for messages: a fork proves itself.
@@ -203,11 +213,14 @@ def _method(
         if why_not:
             return "forkserver", f"{machine.interactive}, where {why_not}"
         return "fork", f"{machine.interactive}: the workers see what the cells made"
-    if kept:
-        return "reexec", "the workers of the first call are idle at theirs"
-    if not _no_reexec(machine, kept, world_size):
-        return "reexec", "the first call of a script that can be run again"
-    why = _no_reexec(machine, kept, world_size)[0]
+    obstacle = _no_reexec(machine, kept, restarts)
+    if not obstacle:
+        return "reexec", (
+            "the workers of the first call are idle at theirs"
+            if kept
+            else "the first call of a script that can be run again"
+        )
+    why = obstacle[0]
     unsafe = _unsafe_fork(machine)
     if unsafe:
         return "forkserver", f"{why}, and {unsafe}"
@@ -224,7 +237,13 @@ def _unsafe_fork(machine: Machine) -> str:
     return ""
 
 
-def _no_reexec(machine: Machine, kept: bool, world_size: int) -> tuple[str, ...]:
+def _no_reexec(machine: Machine, kept: bool, restarts: int) -> tuple[str, ...]:
+    if restarts:
+        return (
+            f"max_restarts={restarts} starts all ranks again, and a rank 0 that is the calling "
+            "process cannot be",
+            'use start_method="forkserver", or leave it to "auto"',
+        )
     if kept:
         return ()
     if not machine.main_thread:
@@ -240,7 +259,7 @@ def _no_reexec(machine: Machine, kept: bool, world_size: int) -> tuple[str, ...]
     return fact, 'leave the start method to "auto"'
 
 
-def _no_fork(machine: Machine, kept: bool, world_size: int) -> tuple[str, ...]:
+def _no_fork(machine: Machine, kept: bool, restarts: int) -> tuple[str, ...]:
     if not machine.can_fork:
         return "this platform has no fork that torch survives", 'use "spawn"'
     if machine.live_accelerator:
@@ -251,7 +270,7 @@ def _no_fork(machine: Machine, kept: bool, world_size: int) -> tuple[str, ...]:
     return ()
 
 
-def _possible(machine: Machine, kept: bool, world_size: int) -> tuple[str, ...]:
+def _possible(machine: Machine, kept: bool, restarts: int) -> tuple[str, ...]:
     return ()
 
 
@@ -329,6 +348,22 @@ def _backend(request: Request, machine: Machine, accelerator: str) -> str:
                 'pass one of them, or leave it to "auto"',
             )
     return str(asked).lower()
+
+
+def _check_attached(limits: Mapping[str, Any], by: str, machine: Machine) -> None:
+    restarts = limits["max_restarts"]
+    if restarts:
+        raise RequestError(
+            f"max_restarts={restarts}",
+            f"this process is a rank that {by} started, and only that can start it again",
+            f"leave it out here, and pass `--max-restarts {restarts}` to torchrun",
+        )
+    if limits["deadline"] is not None and not machine.main_thread:
+        raise RequestError(
+            f"deadline={limits['deadline']:g} in a thread",
+            "this process is a rank itself, and only its main thread can be made to leave",
+            "call from the main thread, or leave it out",
+        )
 
 
 def _check_external(request: Request, external: External) -> None:

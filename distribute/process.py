@@ -112,15 +112,25 @@ def reap(pid: int, *, group: bool, block: bool = False) -> int | None:
     return os.waitstatus_to_exitcode(status)
 
 
-def send_signal(process: Process, number: int) -> None:
-    """Sends a signal to a process and all that it started; nothing if it has ended."""
+def send_signal(process: Process, *numbers: int) -> None:
+    """Sends signals to a process and all that it started; nothing if it has ended."""
     if process.poll() is not None:
         return
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if process.group:
-            os.killpg(process.pid, number)
-        else:
-            os.kill(process.pid, number)
+        for number in numbers:
+            if process.group:
+                os.killpg(process.pid, number)
+            else:
+                os.kill(process.pid, number)
+
+
+def stopped(pid: int) -> bool:
+    """Tells whether a process is stopped by a signal; false where the system does not say."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):
+        return False
 
 
 def start(
@@ -132,6 +142,7 @@ def start(
     descriptors: Sequence[int],
     stdin: int | None,
     stdout: int | None = None,
+    stderr: int | None = None,
     group: bool,
     marker: tuple[str, str] | None = None,
 ) -> ChildProcess:
@@ -145,6 +156,7 @@ def start(
         descriptors: What else it inherits, under the same numbers.
         stdin: Its standard input; None for this process's.
         stdout: Its standard output; None for this process's.
+        stderr: Its standard error; None for this process's.
         group: Whether it leads a process group of its own.
         marker: A variable and the start of its value, which `:` and its process id complete.
     """
@@ -156,11 +168,12 @@ def start(
         pass_fds=[life, *descriptors],
         stdin=stdin,
         stdout=stdout,
+        stderr=stderr,
     )
     return ChildProcess(popen.pid, group=group, popen=popen)
 
 
-def interpreter(module: str, descriptors: tuple[int, int], search_path: Sequence[str]) -> list[str]:
+def interpreter(module: str, descriptors: tuple[int, ...], search_path: Sequence[str]) -> list[str]:
     """Returns the command of an interpreter like this one that runs `main` of our module.
 
     Args:
@@ -182,11 +195,12 @@ def leads_group(rank: int) -> bool:
     All do, except rank 0 on a terminal: outside the terminal's foreground group, `input()` and
     the debugger would stop the process instead of reading.
     """
-    return rank != 0 or not _on_terminal()
+    return rank != 0 or not is_terminal(0)
 
 
-def _on_terminal() -> bool:
+def is_terminal(descriptor: int) -> bool:
+    """Tells whether a descriptor is a terminal."""
     try:
-        return os.isatty(0)
+        return os.isatty(descriptor)
     except OSError:
         return False

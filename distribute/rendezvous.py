@@ -8,6 +8,7 @@ dropping it frees whoever waits in the store, which nothing else does.
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -80,13 +81,18 @@ class Rendezvous:
         given: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
         if device.type == "cuda":
             given["device_id"] = device
-        dist.init_process_group(
-            backend,
-            store=PrefixStore(key, self._store),
-            rank=rank,
-            world_size=world_size,
-            **given,
-        )
+        # torch puts its own in this place, which marks the lines of tracebacks with the rank.
+        hook = sys.excepthook
+        try:
+            dist.init_process_group(
+                backend,
+                store=PrefixStore(key, self._store),
+                rank=rank,
+                world_size=world_size,
+                **given,
+            )
+        finally:
+            sys.excepthook = hook
         hold_groups()
 
     def drop_server(self) -> None:

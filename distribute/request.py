@@ -46,7 +46,11 @@ class Options(TypedDict, total=False):
         backend: torch's process-group backend. Default `"auto"`: nccl on CUDA, gloo on CPU.
         timeout: Seconds, or a `timedelta`, that a collective may take. Default: torch's.
         rendezvous_timeout: Seconds until all ranks have joined. Default 120.
+        deadline: Seconds, or a `timedelta`, that the whole call may take, restarts included.
+            Default: no limit.
         grace: Seconds between SIGTERM and SIGKILL for the ranks of a failed call. Default 5.
+        max_restarts: How often all ranks are started again after one died or raised, if a
+            collective or training step had been completed. Default 0.
         seed: Seed of torch, numpy and `random` in the function. Default: go on with the caller's
             streams.
     """
@@ -59,7 +63,9 @@ class Options(TypedDict, total=False):
     backend: str
     timeout: float | timedelta | None
     rendezvous_timeout: float | timedelta
+    deadline: float | timedelta | None
     grace: float | timedelta
+    max_restarts: int
     seed: int | None
 
 
@@ -75,7 +81,9 @@ class Request:
     backend: str = "auto"
     timeout: float | timedelta | None = None
     rendezvous_timeout: float | timedelta = 120.0
+    deadline: float | timedelta | None = None
     grace: float | timedelta = 5.0
+    max_restarts: int = 0
     returns: str = "main"
     seed: int | None = None
 
@@ -131,16 +139,17 @@ def one_of(name: str, value: object, valid: tuple[str, ...]) -> str:
     )
 
 
-def positive(name: str, value: object) -> int:
-    """Returns the value if it is a whole number from 1."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+def number(name: str, value: object, least: int) -> int:
+    """Returns the value if it is a whole number of at least that."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return value
-    raise RequestError(f"{name}={value!r}", "it is a whole number from 1", "pass such a number")
+    fact = f"it is a whole number from {least}"
+    raise RequestError(f"{name}={value!r}", fact, "pass such a number")
 
 
 def seconds(name: str, value: object, least: float | None = None) -> float | None:
-    """Returns a duration in seconds; None only for `timeout`."""
-    if value is None and name == "timeout":
+    """Returns a duration in seconds; None only for `timeout` and `deadline`."""
+    if value is None and name in ("timeout", "deadline"):
         return None
     given = value.total_seconds() if isinstance(value, timedelta) else value
     if isinstance(given, bool) or not isinstance(given, int | float):

@@ -25,7 +25,7 @@ from distribute.process import reap
 class Order:
     """To the server: make a worker.
 
-    Its descriptors are those of the worker's channel, the pipe for its exit status, its three
+    Its descriptors are the three of the worker's channel, the pipe for its exit status, its three
     standard streams, and for rank 0 the listening socket of the rendezvous.
     """
 
@@ -33,9 +33,9 @@ class Order:
     group: bool
 
 
-def main(descriptor: int, life: int) -> NoReturn:
+def main(descriptor: int, life: int, record: int) -> NoReturn:
     """Is the program of the fork server."""
-    channel = Channel.inherited(descriptor, life)
+    channel = Channel.inherited(descriptor, life, record)
     forked.preload()
     channel.send(None)
     _Serving(channel).run()
@@ -62,7 +62,7 @@ class _Serving:
         except EOFError:
             self._leave()
         pid = self._fork(order, descriptors)
-        status = descriptors.pop(2)
+        status = descriptors.pop(3)
         for one in descriptors:
             os.close(one)
         pidfd = os.pidfd_open(pid)
@@ -110,13 +110,13 @@ class _Serving:
 def _child(order: Order, descriptors: list[int], serving: _Serving) -> NoReturn:
     try:
         serving.forget()
-        channel = Channel.inherited(*descriptors[:2])
+        channel = Channel.inherited(*descriptors[:3])
         channel.keep_only()
-        os.close(descriptors[2])
-        for number, one in enumerate(descriptors[3:6]):
+        os.close(descriptors[3])
+        for number, one in enumerate(descriptors[4:7]):
             os.dup2(one, number)
             os.close(one)
-        listening = descriptors[6] if len(descriptors) > 6 else None
+        listening = descriptors[7] if len(descriptors) > 7 else None
         forked.enter(order.place, channel, group=order.group)
         link = WatchedLink(channel, group=order.group)
         worker.serve(link, worker.Seat(order.place, listening), ready=Ready(order.place.rank))

@@ -16,7 +16,6 @@ process: `run_call` is what all of them share.
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
 import sys
@@ -24,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from distribute import ambient, devices, outcome, rendezvous
+from distribute import ambient, devices, outcome, record, rendezvous
 from distribute.channel import Channel
 from distribute.context import Context, entered
 from distribute.environment import WORKER_MARKER
@@ -33,6 +32,7 @@ from distribute.link import Link, WatchedLink
 from distribute.messages import Call, Close, Go, Joined, Joining, Ready, Stop
 from distribute.outcome import Outcome
 from distribute.place import Place, marked
+from distribute.record import Record
 from distribute.rendezvous import Rendezvous
 from distribute.task import Task
 from distribute.world import World
@@ -78,6 +78,7 @@ class Seat:
             backend=plan.backend,
             seed=call.seed,
             grouped=plan.world_size > 1,
+            restart_count=call.restarts,
         )
         return Context(world)
 
@@ -197,6 +198,16 @@ def _taker(call: Call, first: Task | None) -> Callable[[], Task]:
     return take
 
 
+def show(own: Record) -> None:
+    """Has this process tell what it is doing, and where it crashes.
+
+    In place of what the user may have chosen for crashes: the error of the call shows the stack.
+    """
+    own.open()
+    own.show_stacks()
+    record.use(own)
+
+
 def settle(place: Place) -> None:
     """Makes this process a worker in its place, whatever it was before."""
     os.environ.clear()
@@ -210,7 +221,7 @@ def settle(place: Place) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     settle_threads(place)
-    enable_faulthandler()
+    settle_streams()
 
 
 def settle_threads(place: Place) -> None:
@@ -221,13 +232,24 @@ def settle_threads(place: Place) -> None:
         torch.set_num_threads(place.threads)
 
 
-def enable_faulthandler() -> None:
-    """Shows Python stacks when a worker crashes, unless the user has chosen otherwise."""
-    if not faulthandler.is_enabled():
+def settle_streams() -> None:
+    """Has standard output and error go to this process's descriptors, line by line.
+
+    A fork inherits the caller's objects, which may stand for a notebook's cell or a test's capture:
+    the launcher is there to write to those.
+    """
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
         try:
-            faulthandler.enable()
-        except (ValueError, RuntimeError, AttributeError):
-            pass  # stderr is no real file here; a crash then shows no stack
+            real = stream is getattr(sys, f"__{name}__") and stream.fileno() == number
+        except (AttributeError, ValueError, OSError):
+            real = False  # None, closed, or no file at all
+        if real:
+            stream.reconfigure(line_buffering=True)
+        else:
+            errors = "strict" if number == 1 else "backslashreplace"
+            fresh = os.fdopen(number, "w", buffering=1, errors=errors, closefd=False)
+            setattr(sys, name, fresh)
 
 
 def prove() -> None:
@@ -238,9 +260,10 @@ def prove() -> None:
     torch.mm(torch.ones(64, 64), torch.ones(64, 64))
 
 
-def main(descriptor: int, life: int) -> NoReturn:
+def main(descriptor: int, life: int, record: int) -> NoReturn:
     """Is the program of a worker that starts as a fresh interpreter."""
-    channel = Channel.inherited(descriptor, life)
+    channel = Channel.inherited(descriptor, life, record)
+    show(channel.record)
     place: Place = channel.receive()
     listening: int | None = channel.receive()
     settle(place)

@@ -4,24 +4,51 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from distribute import ending, rendezvous
 from distribute.ambient import Settings, Streams
 from distribute.channel import Channel
 from distribute.ending import Worker
+from distribute.interrupt import Signals
 from distribute.messages import Call
 from distribute.outcome import Outcome
+from distribute.output import Forwarder, Tap
 from distribute.payload import Payload
 from distribute.place import Place, places
 from distribute.plan import Plan
-from distribute.process import Process
-from distribute.supervise import Supervisor
+from distribute.process import Process, is_terminal, leads_group
+from distribute.supervise import Failure, Supervisor
 
-# Makes the process of one place. It gets the launcher's and the worker's end of the control
-# channel, and the listening socket of the rendezvous if the worker is rank 0.
-Make = Callable[[Place, Channel, Channel, socket.socket | None], Process]
+
+@dataclass(frozen=True)
+class Berth:
+    """Where a worker is to be made, and what its process gets with it.
+
+    Attributes:
+        place: Its place.
+        ours: The launcher's end of its control channel.
+        theirs: Its own end.
+        listening: The listening socket of the rendezvous, if it is rank 0.
+        stdout: Descriptor of its standard output, or None for the launcher's.
+        stderr: Descriptor of its standard error, or None for the launcher's.
+        group: Whether it leads a process group of its own; otherwise it is in the launcher's.
+    """
+
+    place: Place
+    ours: Channel
+    theirs: Channel
+    listening: socket.socket | None
+    stdout: int | None
+    stderr: int | None
+    group: bool
+
+
+Make = Callable[[Berth], Process]
 
 
 @dataclass
@@ -39,27 +66,48 @@ class Workers:
     calls: int = field(default=0)
 
     def call(
-        self, plan: Plan, payload: Payload | None, *, ready_timeout: float | None = None
+        self,
+        plan: Plan,
+        payload: Payload | None,
+        *,
+        began: float,
+        ready_timeout: float | None = None,
+        restarts: int = 0,
     ) -> list[Outcome]:
         """Has every rank run a task.
 
         Args:
             plan: The plan.
             payload: The task, or None when the workers have it already.
+            began: When the whole call began, by the monotonic clock.
             ready_timeout: See `Supervisor`.
+            restarts: How often the world was started again.
 
         Raises:
             Failure: The call did not succeed, and the processes have been ended.
         """
-        return Supervisor(
-            self.members,
-            lambda: self.next_call(plan, payload),
-            grace=plan.grace,
-            rendezvous_timeout=plan.rendezvous_timeout,
-            ready_timeout=ready_timeout,
-        ).run()
+        with Signals() as signals, self.forwarded() as forwarder:
+            return Supervisor(
+                self.members,
+                lambda: self.next_call(plan, payload, restarts),
+                plan,
+                began=began,
+                ready_timeout=ready_timeout,
+                signals=signals,
+                catch_up=forwarder.catch_up,
+            ).run()
 
-    def next_call(self, plan: Plan, payload: Payload | None) -> Call:
+    @contextmanager
+    def forwarded(self) -> Generator[Forwarder]:
+        """Forwards the ranks' output meanwhile."""
+        forwarder = Forwarder([one.tap for one in self.members if one.tap is not None])
+        forwarder.start()
+        try:
+            yield forwarder
+        finally:
+            forwarder.finish()
+
+    def next_call(self, plan: Plan, payload: Payload | None, restarts: int = 0) -> Call:
         """Makes the message of the next call, with the surroundings of this moment."""
         streams = Streams.capture()
         number, self.calls = self.calls, self.calls + 1
@@ -70,6 +118,7 @@ class Workers:
             seed=streams.seed() if plan.seed is None else plan.seed,
             streams=streams,
             settings=Settings.capture(),
+            restarts=restarts,
             payload=payload,
         )
 
@@ -101,35 +150,73 @@ def make_all(wanted: Iterable[Place], make: Make, listening: socket.socket | Non
     members: list[Worker] = []
     try:
         for place in wanted:
-            ours, theirs = Channel.pair()
-            try:
-                process = make(place, ours, theirs, listening if place.rank == 0 else None)
-            except BaseException:
-                ours.close()
-                raise
-            finally:
-                theirs.close()
-            members.append(Worker(place.rank, ours, process))
+            worker = _make(place, make, listening if place.rank == 0 else None)
+            members.append(worker)
     except BaseException:
         ending.end(members, 0.0)
         raise
     return members
 
 
+def _make(place: Place, make: Make, listening: socket.socket | None) -> Worker:
+    rank = place.rank
+    ours, theirs = Channel.pair()
+    # On a terminal rank 0 keeps it: progress bars and prompts are to be the real ones.
+    tap, (stdout, stderr) = Tap.open(
+        rank, stdout=rank != 0 or not is_terminal(1), stderr=rank != 0 or not is_terminal(2)
+    )
+    try:
+        process = make(Berth(place, ours, theirs, listening, stdout, stderr, leads_group(rank)))
+    except BaseException:
+        ours.close()
+        tap.close()
+        raise
+    finally:
+        theirs.close()
+        for one in (stdout, stderr):
+            if one is not None:
+                os.close(one)
+    return Worker(rank, ours, process, tap=tap)
+
+
 def run_once(
     plan: Plan, payload: Payload | None, make: Make, *, ready_timeout: float | None = None
 ) -> list[Outcome]:
-    """Makes workers, has them run one task, and lets them go.
+    """Makes workers, has them run one task, and lets them go; again as the plan allows it.
 
     Raises:
         Failure: The call did not succeed.
     """
+    began = time.monotonic()
     try:
-        workers = assemble(plan, make)
-        try:
-            return workers.call(plan, payload, ready_timeout=ready_timeout)
-        finally:
-            workers.close(plan.grace)
+        for restarts in range(plan.max_restarts + 1):
+            try:
+                return _run_world(plan, payload, make, began, ready_timeout, restarts)
+            except Failure as failure:
+                if restarts == plan.max_restarts or not failure.restartable:
+                    raise
+                sys.stderr.write(
+                    f"distribute: {failure.headline}; the world is started again, restart "
+                    f"{restarts + 1} of {plan.max_restarts}\n"
+                )
+        raise AssertionError
     finally:
         if payload is not None:
             payload.close()
+
+
+def _run_world(
+    plan: Plan,
+    payload: Payload | None,
+    make: Make,
+    began: float,
+    ready_timeout: float | None,
+    restarts: int,
+) -> list[Outcome]:
+    workers = assemble(plan, make)
+    try:
+        return workers.call(
+            plan, payload, began=began, ready_timeout=ready_timeout, restarts=restarts
+        )
+    finally:
+        workers.close(plan.grace)

@@ -24,6 +24,7 @@ class World:
         backend: Name of the torch process-group backend, such as `"gloo"` or `"nccl"`.
         seed: Seed of the data order; rank 0 fixed it and every rank has the same.
         grouped: Whether a torch process group exists; false in a world of one that has none.
+        restart_count: How often the world was started again after a failure.
     """
 
     rank: int
@@ -36,3 +37,4 @@ class World:
     backend: str
     seed: int
     grouped: bool
+    restart_count: int = 0

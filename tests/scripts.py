@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,8 +33,12 @@ class Ended:
         return self.out + self.err
 
     def lines(self, start: str) -> list[str]:
-        """Returns the lines of standard output that begin with a word, sorted."""
-        return sorted(line for line in self.out.splitlines() if line.startswith(start))
+        """Returns the lines of standard output that begin with a word, sorted.
+
+        Of the lines of ranks above 0 it is the part behind the rank.
+        """
+        lines = (re.sub(r"^\[\d+\] ", "", line) for line in self.out.splitlines())
+        return sorted(line for line in lines if line.startswith(start))
 
 
 def write(directory: Path, source: str, name: str = "s.py") -> Path:

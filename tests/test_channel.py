@@ -216,7 +216,7 @@ def test_an_end_is_taken_over_by_its_descriptors(pair: tuple[Channel, Channel]):
         os.set_inheritable(one, True)
     theirs.close()
 
-    again = Channel.inherited(numbers[0], numbers[1])
+    again = Channel.inherited(*numbers)
     ours.send("x")
 
     assert again.descriptors == tuple(numbers)

@@ -21,17 +21,19 @@ launchers.attached launchers.fork launchers.forkserver launchers.inline launcher
 lead server
 workers forked
 supervise worker
+report
 context
 model data
 loading
 asked indices iterables transfer
 collectives randomness
 sharding
-ending outcome task link
+ending deadline outcome task link
 messages
 plan channel
 machine request place payload home
-ambient command devices environment interrupt memory openmp process rendezvous tree world
+record output
+ambient cgroup command devices environment interrupt memory openmp process rendezvous tree world
 errors lifeline
 launchers.__init__
 """  # noqa: E501
@@ -58,7 +60,6 @@ SPELLED = {
     "place": "writes them",
 }
 SPELLED_ONCE = {
-    ("launchers.attached", "TORCHELASTIC_RESTART_COUNT"): "keeps the keys of two attempts apart",
     ("launchers.forkserver", "OMP_NUM_THREADS"): "the one variable that needs no new server",
 }
 

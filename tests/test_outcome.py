@@ -355,11 +355,11 @@ def test_the_callers_own_exception_is_the_very_object():
 
 
 def test_a_death_by_a_signal():
-    found = Outcome(2, "killed", signal=signal.SIGKILL).error()
+    found = Outcome(2, "killed", signal=signal.SIGKILL, hint="a hint").error()
 
     assert type(found) is WorkerDied
     assert (found.rank, found.exit_code, found.signal) == (2, None, signal.SIGKILL)
-    assert str(found).startswith("rank 2 was killed by SIGKILL (possibly out of memory)")
+    assert str(found).startswith("rank 2 was killed by SIGKILL (a hint) before it returned")
 
 
 def test_an_end_without_a_report():

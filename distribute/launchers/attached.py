@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pickle
 from collections.abc import Iterable
 from pathlib import PurePath
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from distribute import ambient, collectives, devices, outcome, rendezvous
 from distribute.context import Context
+from distribute.deadline import bounded
 from distribute.environment import External
 from distribute.errors import CallMismatch
 from distribute.home import home
@@ -65,7 +65,8 @@ def _in_world(plan: Plan, world: World, task: Task, site: Site) -> Any:
     seed = streams[0].seed() if plan.seed is None else plan.seed
     try:
         context = Context(dataclasses.replace(world, seed=seed))
-        value = run_user(context, _with_plain(task, arguments[0]))
+        mine = _with_plain(task, arguments[0])
+        value = bounded(plan.deadline, plan.grace, lambda: run_user(context, mine))
         if plan.returns == "all":
             return collectives.all_gather_object(world, home(value))
         return _of_main(world, home(value))
@@ -118,12 +119,13 @@ def _world(plan: Plan, device: torch.device) -> World:
         backend=plan.backend,
         seed=0,
         grouped=False,
+        restart_count=external.restarts,
     )
 
 
 def _of_group() -> External:
     rank, size = dist.get_rank(), dist.get_world_size()
-    return External("the caller", rank, rank, 0, size, size, 1, "", 0, False)
+    return External("the caller", rank, rank, 0, size, size, 1, "", 0, False, 0)
 
 
 def _join(plan: Plan, world: World) -> None:
@@ -139,9 +141,8 @@ def _join(plan: Plan, world: World) -> None:
             timeout=plan.rendezvous_timeout,
         )
     # An elastic agent keeps its store when it starts the processes again.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     _rendezvous.join(
-        f"distribute/{attempt}/{_calls}",
+        f"distribute/{external.restarts}/{_calls}",
         backend=plan.backend,
         rank=world.rank,
         world_size=world.world_size,

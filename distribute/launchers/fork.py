@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-import socket
 import traceback
 import warnings
 from typing import NoReturn
 
 from distribute import forked, openmp, worker
-from distribute.channel import Channel, own_fork
+from distribute.channel import own_fork
 from distribute.link import WatchedLink
 from distribute.messages import Ready
 from distribute.outcome import Outcome
-from distribute.place import Place
 from distribute.plan import Plan
-from distribute.process import ChildProcess, leads_group
+from distribute.process import ChildProcess
 from distribute.task import Task
-from distribute.workers import run_once
+from distribute.workers import Berth, run_once
 
 # A healthy child is ready in hundredths of a second; one that hangs was forked at a bad moment.
 _READY_SECONDS = 2.0
@@ -39,27 +37,30 @@ class _Forker:
         self._task = task
         self._paused = openmp.pause()
 
-    def fork(
-        self, place: Place, ours: Channel, theirs: Channel, listening: socket.socket | None
-    ) -> ChildProcess:
+    def fork(self, berth: Berth) -> ChildProcess:
+        """Makes the process of a worker."""
         with warnings.catch_warnings(), own_fork():
             # Python 3.12 warns of a fork beside threads; our children prove that they work.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
-            self._child(place, theirs, listening)
-        return ChildProcess(pid, group=leads_group(place.rank))
+            self._child(berth)
+        return ChildProcess(pid, group=berth.group)
 
-    def _child(self, place: Place, channel: Channel, listening: socket.socket | None) -> NoReturn:
+    def _child(self, berth: Berth) -> NoReturn:
         try:
+            place, channel, listening = berth.place, berth.theirs, berth.listening
             channel.keep_only()
-            group = leads_group(place.rank)
-            forked.enter(place, channel, group=group)
+            for number, one in ((1, berth.stdout), (2, berth.stderr)):
+                if one is not None:
+                    os.dup2(one, number)
+                    os.close(one)
+            forked.enter(place, channel, group=berth.group)
             if not self._paused:
                 import torch
 
                 torch.set_num_threads(1)
-            link = WatchedLink(channel, group=group)
+            link = WatchedLink(channel, group=berth.group)
             seat = worker.Seat(place, None if listening is None else listening.detach())
             worker.prove()
             worker.serve(link, seat, ready=Ready(place.rank), first=self._task)

@@ -7,7 +7,6 @@ process. It is replaced when a variable has changed that libraries read while th
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -17,12 +16,11 @@ from distribute.channel import Channel
 from distribute.ending import Worker
 from distribute.outcome import Outcome
 from distribute.payload import pack
-from distribute.place import Place
 from distribute.plan import Plan
-from distribute.process import ChildProcess, leads_group
+from distribute.process import ChildProcess
 from distribute.server import Order
 from distribute.task import Task
-from distribute.workers import run_once
+from distribute.workers import Berth, run_once
 
 _IMPORT_TIME = (
     "CUDA_", "GOMP_", "HIP_", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_",
@@ -77,13 +75,14 @@ class Server:
         self.variables = import_time_variables()
         self.owner = os.getpid()
         self.channel, theirs = Channel.pair()
-        descriptor, life = theirs.descriptors
+        descriptor, *others = theirs.descriptors
+        life, record = others
         self.process: ChildProcess = process.start(
             process.interpreter("distribute.server", theirs.descriptors, sys.path),
             environ={key: value for key, value in os.environ.items() if key != "PYTHONINSPECT"},
             cwd=os.getcwd(),
             life=life,
-            descriptors=[descriptor],
+            descriptors=[descriptor, record],
             stdin=subprocess.DEVNULL,
             group=True,
         )
@@ -96,21 +95,20 @@ class Server:
             self.channel.receive()
             self._serving = True
 
-    def fork(
-        self, place: Place, channel: Channel, listening: socket.socket | None
-    ) -> ServedProcess:
+    def fork(self, berth: Berth) -> ServedProcess:
         """Has the server make a worker."""
         self.wait()
-        group = leads_group(place.rank)
         ours, theirs = os.pipe()
         os.set_blocking(ours, False)
-        descriptors = [*channel.descriptors, theirs]
+        descriptors = [*berth.theirs.descriptors, theirs]
         null = os.open(os.devnull, os.O_RDWR)
         try:
-            descriptors += [number if _is_open(number) else null for number in (0, 1, 2)]
-            if listening is not None:
-                descriptors.append(listening.fileno())
-            self.channel.send_with(Order(place, group), descriptors)
+            streams = (None, berth.stdout, berth.stderr)
+            wanted = [number if one is None else one for number, one in enumerate(streams)]
+            descriptors += [number if _is_open(number) else null for number in wanted]
+            if berth.listening is not None:
+                descriptors.append(berth.listening.fileno())
+            self.channel.send_with(Order(berth.place, berth.group), descriptors)
             pid: int = self.channel.receive()
         except BaseException:
             os.close(ours)
@@ -118,7 +116,7 @@ class Server:
         finally:
             os.close(theirs)
             os.close(null)
-        return ServedProcess(pid, ours, group=group)
+        return ServedProcess(pid, ours, group=berth.group)
 
     def alive(self) -> bool:
         """Tells whether the server can still serve this process."""
@@ -185,8 +183,6 @@ def _the_server() -> Server:
     return _server
 
 
-def _fork(
-    place: Place, ours: Channel, theirs: Channel, listening: socket.socket | None
-) -> ServedProcess:
+def _fork(berth: Berth) -> ServedProcess:
     with _lock:
-        return _the_server().fork(place, theirs, listening)
+        return _the_server().fork(berth)

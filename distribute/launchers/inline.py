@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from distribute import ambient, devices, outcome
 from distribute.context import Context
+from distribute.deadline import bounded
 from distribute.outcome import Outcome
 from distribute.plan import Plan
 from distribute.task import Task
@@ -27,10 +28,11 @@ def run(plan: Plan, task: Task) -> list[Outcome]:
         seed=streams.seed() if plan.seed is None else plan.seed,
         grouped=False,
     )
-    if plan.seed is None:
-        return [outcome.returned(0, run_user(Context(world), task), local=True)]
-    ambient.seed_all(plan.seed)
+    if plan.seed is not None:
+        ambient.seed_all(plan.seed)
     try:
-        return [outcome.returned(0, run_user(Context(world), task), local=True)]
+        value = bounded(plan.deadline, plan.grace, lambda: run_user(Context(world), task))
     finally:
-        streams.restore()
+        if plan.seed is not None:
+            streams.restore()
+    return [outcome.returned(0, value, local=True)]

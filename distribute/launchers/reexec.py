@@ -28,7 +28,7 @@ from distribute.place import Place
 from distribute.plan import Plan
 from distribute.process import ChildProcess
 from distribute.task import Task, pack_arguments
-from distribute.workers import Workers, make_all, planned_places
+from distribute.workers import Berth, Workers, make_all, planned_places
 
 _IMPORTED = time.monotonic()
 
@@ -83,21 +83,23 @@ class _Starter:
     def __init__(self, script: tuple[str, ...]) -> None:
         self._script = script
 
-    def start(
-        self, place: Place, ours: Channel, theirs: Channel, listening: object
-    ) -> ChildProcess:
-        descriptor, life = theirs.descriptors
+    def start(self, berth: Berth) -> ChildProcess:
+        """Makes the process of a worker."""
+        place = berth.place
+        descriptor, life, record = berth.theirs.descriptors
         child = process.start(
             self._script,
             environ=place.environ,
             cwd=command.START.cwd,
             life=life,
-            descriptors=[descriptor],
+            descriptors=[descriptor, record],
             stdin=subprocess.DEVNULL,
+            stdout=berth.stdout,
+            stderr=berth.stderr,
             group=True,
-            marker=(environment.WORKER_MARKER, f"{descriptor},{life}:{place.port}"),
+            marker=(environment.WORKER_MARKER, f"{descriptor},{life},{record}:{place.port}"),
         )
-        ours.send(place)
+        berth.ours.send(place)
         return child
 
 
@@ -112,14 +114,14 @@ def _close() -> None:
 class _Arrival:
     """A worker on the way from the start of the script to its first distributed call."""
 
-    def __init__(self, descriptor: int, life: int) -> None:
-        channel = Channel.inherited(descriptor, life)
+    def __init__(self, descriptor: int, life: int, record: int) -> None:
+        channel = Channel.inherited(descriptor, life, record)
+        worker.show(channel.record)
         self.place: Place = channel.receive()
         self.link = WatchedLink(channel, group=True)
         self._stdout = _mute()
         self._hook: Callable[..., Any] = sys.excepthook
         sys.excepthook = self._report
-        worker.enable_faulthandler()
 
     def join(self, task: Task, site: Site) -> NoReturn:
         """Serves the calls of the launcher; the script does not go on."""
@@ -127,6 +129,7 @@ class _Arrival:
         worker.flush()
         os.dup2(self._stdout, 1)
         os.close(self._stdout)
+        worker.settle_streams()
         ready = Ready(self.place.rank, site, worker.main_names())
         worker.settle_threads(self.place)
         try:
@@ -153,10 +156,10 @@ class _Arrival:
 _arrival: _Arrival | None = None
 
 
-def arrive(descriptor: int, life: int) -> None:
+def arrive(descriptor: int, life: int, record: int) -> None:
     """Begins a worker's life, when the script imports this library."""
     global _arrival
-    _arrival = _Arrival(descriptor, life)
+    _arrival = _Arrival(descriptor, life, record)
 
 
 def arriving() -> bool:

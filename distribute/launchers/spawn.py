@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 
 from distribute import process
-from distribute.channel import Channel
 from distribute.outcome import Outcome
 from distribute.payload import pack
-from distribute.place import Place
 from distribute.plan import Plan
-from distribute.process import ChildProcess, leads_group
+from distribute.process import ChildProcess
 from distribute.task import Task
-from distribute.workers import run_once
+from distribute.workers import Berth, run_once
 
 
 def run(plan: Plan, task: Task) -> list[Outcome]:
@@ -25,20 +22,21 @@ def run(plan: Plan, task: Task) -> list[Outcome]:
     return run_once(plan, pack(task, main_names=frozenset()), _start)
 
 
-def _start(
-    place: Place, ours: Channel, theirs: Channel, listening: socket.socket | None
-) -> ChildProcess:
-    descriptor, life = theirs.descriptors
-    number = None if listening is None else listening.fileno()
+def _start(berth: Berth) -> ChildProcess:
+    place = berth.place
+    descriptor, life, record = berth.theirs.descriptors
+    number = None if berth.listening is None else berth.listening.fileno()
     child = process.start(
-        process.interpreter("distribute.worker", theirs.descriptors, place.sys_path),
+        process.interpreter("distribute.worker", berth.theirs.descriptors, place.sys_path),
         environ=place.environ,
         cwd=place.cwd,
         life=life,
-        descriptors=[descriptor] if number is None else [descriptor, number],
+        descriptors=[descriptor, record] if number is None else [descriptor, record, number],
         stdin=None if place.rank == 0 else subprocess.DEVNULL,
-        group=leads_group(place.rank),
+        stdout=berth.stdout,
+        stderr=berth.stderr,
+        group=berth.group,
     )
-    ours.send(place)
-    ours.send(number)
+    berth.ours.send(place)
+    berth.ours.send(number)
     return child

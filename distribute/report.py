@@ -1,0 +1,235 @@
+"""What is told about a failed call: every rank's state, and whose failure followed from whose."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from traceback import FrameSummary, StackSummary
+
+from distribute import record
+from distribute.ending import Worker
+from distribute.errors import RankOutcome, signal_name
+from distribute.outcome import Outcome
+from distribute.process import stopped
+from distribute.record import Operation
+
+# How long ranks have to answer with their stacks: a process that is stopped never does.
+_ANSWER_SECONDS = 0.3
+# A stack has been written in full when nothing has come for this long.
+_QUIET_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """Where a rank was when the call was found to hang.
+
+    Attributes:
+        rank: The rank.
+        pid: Its process.
+        state: What it was doing, as far as the launcher knows.
+        operation: Its last collective.
+        stack: Its Python stack; empty where it did not answer.
+        left: Whether it has left the function.
+        traceback: Its formatted traceback, if it raised.
+    """
+
+    rank: int
+    pid: int
+    state: str
+    operation: Operation | None
+    stack: StackSummary
+    left: bool = False
+    traceback: str = ""
+
+    @property
+    def where(self) -> str:
+        """The rank's place in a few words, to follow its name."""
+        if self.operation is not None and self.operation.running:
+            return f"is in {self.operation}"
+        if self.operation is not None and self.operation.failed and not self.stack:
+            return f"{self.state} in {self.operation}"
+        inside, frame = _call(self.stack)
+        if frame is None:
+            return self.state if self.left else f"is {self.state}"
+        place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+        return f"is in {inside} at {place}" if inside else f"is at {place}, in {frame.name}"
+
+
+def sight(
+    workers: Sequence[Worker],
+    found: Mapping[int, Outcome],
+    state: Callable[[Worker], str],
+    main_thread: int | None,
+) -> list[Sighting]:
+    """Looks where all ranks are; takes `_ANSWER_SECONDS` at most.
+
+    Args:
+        workers: The ranks.
+        found: What became of those that have left the function.
+        state: Says what one of the others does.
+        main_thread: The thread of the rank in this process.
+    """
+    asked: dict[int, int] = {}
+    there = [one for one in workers if one.rank not in found]
+    for worker in there:
+        size = worker.channel.record.size()
+        process = worker.process
+        if process is None or process.poll() is not None:
+            continue
+        if worker.channel.record.ask(process.pid):
+            asked[worker.rank] = size
+    _wait(workers, asked)
+    return [
+        _gone(one, found[one.rank])
+        if one.rank in found
+        else _sighting(one, state(one), asked.get(one.rank), main_thread)
+        for one in workers
+    ]
+
+
+def _gone(worker: Worker, found: Outcome) -> Sighting:
+    state = {"returned": "returned", "freed": "left"}.get(found.kind, "ended")
+    traceback = ""
+    if found.raised is not None:
+        state = f"raised {_plain(found.raised.type_name)}"
+        traceback = found.raised.traceback
+    last = worker.channel.record.last()
+    return Sighting(worker.rank, worker.pid, state, last, StackSummary(), True, traceback)
+
+
+def _wait(workers: Sequence[Worker], asked: Mapping[int, int]) -> None:
+    limit = time.monotonic() + _ANSWER_SECONDS
+    before: dict[int, int] = dict(asked)
+    missing = set(asked)
+    while missing and time.monotonic() < limit:
+        time.sleep(_QUIET_SECONDS)
+        for rank in list(missing):
+            size = workers[rank].channel.record.size()
+            if size > asked[rank] and size == before[rank]:
+                missing.discard(rank)
+            before[rank] = size
+
+
+def _sighting(worker: Worker, state: str, start: int | None, main_thread: int | None) -> Sighting:
+    stack = StackSummary()
+    if worker.process is None:
+        if main_thread is not None:
+            stack = record.stack_of_thread(main_thread)
+    elif start is not None:
+        stack = worker.channel.record.stack(start)
+        if stopped(worker.process.pid):
+            state = f"{state}, but its process is stopped (SIGSTOP, SIGTSTP or SIGTTIN)"
+    return Sighting(worker.rank, worker.pid, state, worker.channel.record.last(), stack)
+
+
+def described(sightings: Sequence[Sighting], cause: int | None) -> str:
+    """Describes all ranks: one line that says where each is, then the details.
+
+    Args:
+        sightings: Where they are.
+        cause: The rank whose traceback is shown anyway.
+    """
+    lines = ["; ".join(f"rank {one.rank} {one.where}" for one in sightings)]
+    for one in sightings:
+        lines.append(f"rank {one.rank} (process {one.pid}): {one.state}{_last(one.operation)}")
+        lines += "".join(one.stack.format()).splitlines()
+        if one.rank != cause:
+            lines += [f"  {line}" for line in one.traceback.splitlines()]
+    return "\n".join(lines)
+
+
+def _last(operation: Operation | None) -> str:
+    if operation is None:
+        return "; no collective of ctx so far"
+    seconds = time.monotonic() - operation.since
+    if operation.running:
+        return f"; for {seconds:.1f} s in {operation}, after {operation.completed} completed"
+    return (
+        f"; last collective {operation}, left {seconds:.1f} s ago, {operation.completed} completed"
+    )
+
+
+def _call(stack: StackSummary) -> tuple[str, FrameSummary | None]:
+    """Returns what torch is doing for the user, if anything, and the user's own frame."""
+    torch = f"{os.sep}torch{os.sep}"
+    inside = ""
+    own: FrameSummary | None = None
+    for frame in stack:
+        if torch not in frame.filename:
+            own, inside = frame, ""
+        elif not inside:
+            if frame.filename.endswith("distributed_c10d.py"):
+                inside = frame.name
+            elif frame.name == "_engine_run_backward":
+                inside = "backward"
+    return inside, own
+
+
+def outcomes(
+    workers: Sequence[Worker], found: Mapping[int, Outcome], sightings: Sequence[Sighting]
+) -> tuple[RankOutcome, ...]:
+    """Returns the public outcomes of all ranks."""
+    seen = {one.rank: one for one in sightings}
+    return tuple(
+        _outcome(one, found[one.rank], seen.get(one.rank)) for one in workers if one.rank in found
+    )
+
+
+def _outcome(worker: Worker, found: Outcome, seen: Sighting | None) -> RankOutcome:
+    raised = found.raised
+    started = worker.ready is not None or found.kind in ("returned", "raised")
+    operation = worker.channel.record.last()
+    stack = found.stack
+    if not stack and seen is not None:
+        stack = "".join(seen.stack.format())
+    return RankOutcome(
+        rank=found.rank,
+        kind="never started" if not started else "killed" if found.kind == "freed" else found.kind,
+        error="" if raised is None else f"{_plain(raised.type_name)}: {raised.text}",
+        exit_code=found.exit_code,
+        signal=found.signal,
+        consequence=found.consequence or found.echo,
+        collective="" if operation is None else str(operation),
+        traceback="" if raised is None else raised.traceback,
+        stack=stack,
+        output=found.output or tail(worker),
+        time=found.time,
+    )
+
+
+def _plain(type_name: str) -> str:
+    return type_name.removeprefix("builtins.")
+
+
+def tail(worker: Worker) -> tuple[str, ...]:
+    """Returns the last lines of a rank's output."""
+    return () if worker.tap is None else tuple(worker.tap.tail())
+
+
+def notes(found: Mapping[int, Outcome], cause: int | None) -> list[str]:
+    """Says of each rank that failed as well how that belongs to the cause.
+
+    Args:
+        found: What became of the ranks.
+        cause: The rank that failed first, or None if that was no rank.
+    """
+    told: list[str] = []
+    for rank in sorted(found):
+        one = found[rank]
+        if rank == cause or not one.failed or (one.consequence and one.kind != "raised"):
+            continue
+        if one.raised is not None and one.raised.again:
+            continue
+        if one.echo:
+            if cause is not None:
+                told.append(f"rank {rank} lost its connection because of the above")
+        elif one.raised is not None:
+            name = _plain(one.raised.type_name)
+            told.append(f"rank {rank} raised as well: {name}: {one.raised.text}")
+        elif one.signal is not None:
+            told.append(f"rank {rank} was killed by {signal_name(one.signal)} as well")
+        elif one.exit_code is not None:
+            told.append(f"rank {rank} ended with exit code {one.exit_code} as well")
+    return told
