@@ -59,6 +59,9 @@ def __getattr__(name: str) -> Any:
 
 _descriptors = _worker_descriptors(_os.environ, _os.getpid())
 if _descriptors is not None:
+    from distribute import record as _record
+
+    _record.begin(_descriptors[-1])
     from distribute.launchers import reexec as _reexec
 
     _reexec.arrive(*_descriptors)

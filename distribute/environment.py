@@ -29,6 +29,7 @@ class External:
         master_port: Its port.
         hosted: Whether the launcher hosts that store; otherwise rank 0 does.
         restarts: How often the launcher has started the world again.
+        max_restarts: How often it will.
     """
 
     by: str
@@ -41,7 +42,8 @@ class External:
     master_addr: str
     master_port: int
     hosted: bool
-    restarts: int
+    restarts: int = 0
+    max_restarts: int = 0
 
 
 def is_worker(environ: Mapping[str, str], pid: int) -> bool:
@@ -90,6 +92,7 @@ def external_world(environ: Mapping[str, str]) -> External | None:
         master_port=_number(environ, "MASTER_PORT"),
         hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restarts=_number(environ, "TORCHELASTIC_RESTART_COUNT"),
+        max_restarts=_number(environ, "TORCHELASTIC_MAX_RESTARTS"),
     )
 
 

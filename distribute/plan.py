@@ -140,7 +140,7 @@ def resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> P
         rank, size, held = machine.group
         reason = f"this process already holds a process group ({held}, rank {rank} of {size})"
         nodes = num_nodes if external is None else external.num_nodes
-        _check_attached(rest, "somebody else", machine)
+        _check_attached(rest, external, machine)
         asked = None if request.devices == "auto" else len(devices) * nodes
         if asked not in (None, size):
             raise RequestError(
@@ -154,7 +154,7 @@ def resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> P
         )  # fmt: skip
     if external is not None:
         _check_external(request, external)
-        _check_attached(rest, external.by, machine)
+        _check_attached(rest, external, machine)
         return Plan(
             "attached", f"{external.by} started this process", devices=devices, backend=backend,
             world_size=external.world_size, num_nodes=external.num_nodes, external=external, **rest,
@@ -350,13 +350,14 @@ def _backend(request: Request, machine: Machine, accelerator: str) -> str:
     return str(asked).lower()
 
 
-def _check_attached(limits: Mapping[str, Any], by: str, machine: Machine) -> None:
+def _check_attached(limits: Mapping[str, Any], external: External | None, machine: Machine) -> None:
     restarts = limits["max_restarts"]
-    if restarts:
+    by, most = ("its launcher", 0) if external is None else (external.by, external.max_restarts)
+    if restarts > most:
         raise RequestError(
             f"max_restarts={restarts}",
-            f"this process is a rank that {by} started, and only that can start it again",
-            f"leave it out here, and pass `--max-restarts {restarts}` to torchrun",
+            f"this process is a rank, which only {by} can start again, and does {most} times",
+            f"pass `--max-restarts {restarts}` to torchrun, or leave it out here",
         )
     if limits["deadline"] is not None and not machine.main_thread:
         raise RequestError(

@@ -228,6 +228,17 @@ def stack_of_thread(thread: int) -> StackSummary:
     return _trimmed([] if frame is None else extract_stack(frame))
 
 
+def begin(descriptor: int) -> None:
+    """Has this process answer for its stack before it imports anything large.
+
+    Args:
+        descriptor: Of the record; the channel takes it over later.
+    """
+    early = Record(descriptor)
+    early.open()
+    early.show_stacks()
+
+
 # The record of the rank that this process is, while it is one.
 _mine: Record | None = None
 

@@ -55,6 +55,14 @@ class Rendezvous:
             self._server = None
         self._store = TCPStore(host, port, is_master=False, **options)
 
+    def announce(self, key: str, rank: int) -> None:
+        """Says that a rank has come."""
+        self._store.set(f"{key}/{rank}", "")
+
+    def missing(self, key: str, world_size: int) -> list[int]:
+        """Returns the ranks that have not come."""
+        return [one for one in range(world_size) if not self._store.check([f"{key}/{one}"])]
+
     def join(
         self,
         key: str,

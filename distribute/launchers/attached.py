@@ -18,6 +18,7 @@ from distribute.deadline import bounded
 from distribute.environment import External
 from distribute.errors import CallMismatch
 from distribute.home import home
+from distribute.meeting import Meeting
 from distribute.messages import Site
 from distribute.outcome import Outcome
 from distribute.plan import Plan
@@ -125,24 +126,30 @@ def _world(plan: Plan, device: torch.device) -> World:
 
 def _of_group() -> External:
     rank, size = dist.get_rank(), dist.get_world_size()
-    return External("the caller", rank, rank, 0, size, size, 1, "", 0, False, 0)
+    return External("the caller", rank, rank, 0, size, size, 1, "", 0, False)
 
 
 def _join(plan: Plan, world: World) -> None:
     global _rendezvous, _calls
     external = plan.external
     assert external is not None
+    meeting = Meeting(external, plan.rendezvous_timeout)
     if _rendezvous is None:
+        server = world.rank == 0 and not external.hosted
+        if not server:
+            meeting.find_store()
         _rendezvous = Rendezvous(
             external.master_addr,
             external.master_port,
-            server=world.rank == 0 and not external.hosted,
+            server=server,
             listening=None,
             timeout=plan.rendezvous_timeout,
         )
     # An elastic agent keeps its store when it starts the processes again.
+    key = f"distribute/{external.restarts}/{_calls}"
+    meeting.wait_for_all(_rendezvous, key)
     _rendezvous.join(
-        f"distribute/{external.restarts}/{_calls}",
+        key,
         backend=plan.backend,
         rank=world.rank,
         world_size=world.world_size,

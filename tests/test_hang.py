@@ -1,0 +1,399 @@
+"""A call that hangs ends, and its error says where every rank was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import distribute
+from distribute import Context, DeadlineExceeded, JoinTimeout, MainFailed, RequestError, run
+from tests.scripts import BIN, run_program, run_python, write
+
+FORK: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork"}
+HERE = Path(__file__).name
+
+
+def line_of(text: str) -> int:
+    """The line of this file that holds a text; the first one."""
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+def notes(error: BaseException) -> str:
+    return "\n".join(error.__notes__)
+
+
+def outcomes(error: BaseException) -> tuple[distribute.RankOutcome, ...]:
+    found: tuple[distribute.RankOutcome, ...] = error.outcomes  # type: ignore[attr-defined]
+    return found
+
+
+def test_a_deadline_ends_the_call_and_says_where_the_ranks_were() -> None:
+    """State, last collective with the line that called it, and stack of both ranks."""
+
+    def body(ctx: Context) -> None:
+        ctx.barrier()  # first
+        if ctx.rank == 0:
+            ctx.all_reduce(torch.ones(3))  # in vain
+        time.sleep(600)  # asleep
+
+    with pytest.raises(DeadlineExceeded, match=r"did not end within 1 s \(deadline\)") as caught:
+        run(body, deadline=1, **FORK)
+
+    text = notes(caught.value)
+    assert f"rank 0 is in all_reduce at {HERE}:{line_of('# in vain')}" in text
+    assert f"rank 1 is at {HERE}:{line_of('# asleep')}, in body" in text
+    assert f"last collective barrier at {HERE}:{line_of('# first')}" in text
+    assert "    time.sleep(600)  # asleep" in text
+    zero, one = outcomes(caught.value)
+    assert (zero.rank, zero.kind, zero.consequence) == (0, "killed", True)
+    assert (one.rank, one.kind, one.consequence) == (1, "killed", True)
+    assert "# in vain" in zero.stack
+    assert zero.collective.startswith("all_reduce at")
+    assert one.collective.startswith("barrier at")
+
+
+def test_a_deadline_that_is_kept_changes_nothing() -> None:
+    assert run(lambda ctx: ctx.all_gather(ctx.rank), deadline=60, **FORK) == [0, 1]
+
+
+def test_the_stack_names_what_torch_is_doing_for_whom() -> None:
+    """Also where it is not the context's own collective."""
+
+    def body(ctx: Context) -> None:
+        if ctx.rank == 0:
+            dist.all_reduce(torch.ones(3))  # torch's own
+        time.sleep(600)
+
+    with pytest.raises(DeadlineExceeded) as caught:
+        run(body, deadline=1, **FORK)
+
+    line = line_of("# torch's own")
+    assert f"rank 0 is in all_reduce at {HERE}:{line}" in notes(caught.value)
+
+
+def test_a_collective_that_times_out_shows_who_did_not_come() -> None:
+    """The rank that waited has the news, the other its stack."""
+
+    def body(ctx: Context) -> None:
+        if ctx.rank == 1:
+            ctx.barrier()  # alone
+        time.sleep(600)  # elsewhere
+
+    with pytest.raises(RuntimeError, match="Timed out") as caught:
+        run(body, timeout=1, **FORK)
+
+    text = notes(caught.value)
+    assert "raised by rank 1 " in text
+    assert f"rank 1 raised RuntimeError in barrier at {HERE}:{line_of('# alone')}" in text
+    assert f"rank 0 is at {HERE}:{line_of('# elsewhere')}, in body" in text
+    assert [one.kind for one in outcomes(caught.value)] == ["killed", "raised"]
+
+
+def test_a_rank_that_has_returned_is_reported_to_the_one_that_waits_for_it() -> None:
+    def body(ctx: Context) -> None:
+        ctx.barrier()
+        if ctx.rank == 0:
+            ctx.all_reduce(1.0)  # for nobody
+
+    with pytest.raises(RuntimeError) as caught:
+        run(body, **FORK)
+
+    text = notes(caught.value)
+    assert "rank(s) 1 had returned, while this rank waited for them" in text
+    line = line_of("# for nobody")
+    assert f"rank 0 raised RuntimeError in all_reduce at {HERE}:{line}; rank 1 returned" in text
+    assert [one.kind for one in outcomes(caught.value)] == ["raised", "returned"]
+
+
+class _Slow:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _sleep_on_rank_1, ()
+
+
+def _sleep_on_rank_1() -> None:
+    if os.environ.get("RANK") == "1":
+        time.sleep(600)  # while unpacking
+
+
+def test_ranks_that_do_not_join_are_shown_where_they_are() -> None:
+    with pytest.raises(JoinTimeout, match=r"rank\(s\) 1 of 2") as caught:
+        run(
+            lambda ctx, slow: None,
+            _Slow(),
+            devices=2,
+            strategy="ddp_forkserver",
+            rendezvous_timeout=1,
+        )
+
+    text = notes(caught.value)
+    assert "rank 0 is joining the others" in text or "rank 0 is in" in text
+    assert "unpacking its arguments" in text
+    assert f'{HERE}", line {line_of("# while unpacking")}' in text
+
+
+def test_a_re_executed_script_that_does_not_arrive_is_shown_where_it_is(tmp_path: Path) -> None:
+    """Above the call as well, where the worker has said nothing yet."""
+    script = write(
+        tmp_path,
+        """
+        import time
+        import distribute
+
+        if distribute.is_worker():
+            time.sleep(600)  # stuck
+
+        @distribute.distributed(devices=2, rendezvous_timeout=4)
+        def train(ctx):
+            return 1
+
+        train()
+        """,
+    )
+
+    ended = run_python(script)
+
+    assert ended.code == 1
+    assert "JoinTimeout: rank(s) 1 of 2 did not join" in ended.err
+    assert "rank 1 is at s.py:5, in <module>" in ended.err
+    assert "on its way to `train` (" in ended.err
+    assert "    time.sleep(600)  # stuck" in ended.err
+
+
+def test_a_stopped_rank_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
+    """By a line after a while, and in the error of the timeout; it is ended like the others."""
+
+    def body(ctx: Context) -> None:
+        if ctx.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        ctx.barrier()
+
+    with pytest.raises(RuntimeError, match="Timed out") as caught:
+        run(body, timeout=4, **FORK)
+
+    assert "rank 1 is running, but its process is stopped (SIGSTOP" in notes(caught.value)
+    pid = next(line for line in notes(caught.value).splitlines() if "rank 1 (process" in line)
+    told = capfd.readouterr().err
+    assert "the process of rank 1 is stopped" in told
+    assert f"`kill -CONT {pid.split()[3].rstrip('):')}`" in told
+    assert [one.signal for one in outcomes(caught.value)] == [None, signal.SIGTERM]
+
+
+@pytest.fixture
+def no_thread_left() -> Iterator[None]:
+    yield
+    assert threading.active_count() == 1
+
+
+@pytest.mark.usefixtures("no_thread_left")
+def test_a_deadline_holds_in_the_calling_process_too() -> None:
+    """A world of one has no supervisor, and the same error."""
+
+    def body(ctx: Context) -> None:
+        assert ctx.world_size == 1
+        time.sleep(600)  # alone in the world
+
+    for _ in range(2):
+        with pytest.raises(DeadlineExceeded, match=r"within 0.3 s") as caught:
+            run(body, devices=1, deadline=0.3)
+        assert f"line {line_of('# alone in the world')}, in body" in notes(caught.value)
+    assert run(lambda ctx: ctx.rank, devices=1, deadline=60) == 0
+
+
+def test_a_deadline_in_a_thread_takes_a_process_that_can_be_ended() -> None:
+    """Nobody can make a thread leave its function."""
+    caught: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            run(lambda ctx: time.sleep(600), devices=1, deadline=3)
+        except DeadlineExceeded as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(60)
+
+    assert [type(one) for one in caught] == [DeadlineExceeded]
+
+
+def test_a_deadline_holds_under_torchrun(tmp_path: Path) -> None:
+    """Each rank leaves its own function."""
+    script = write(
+        tmp_path,
+        """
+        import time
+        from distribute import DeadlineExceeded, distributed
+
+        @distributed(deadline=1)
+        def train(ctx):
+            ctx.barrier()
+            time.sleep(600)
+
+        try:
+            train()
+        except DeadlineExceeded as error:
+            print("LATE", error.__notes__[0].splitlines()[-1].strip() + "\\n", end="")
+        """,
+    )
+
+    ended = run_program(
+        [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", str(script)], cwd=tmp_path
+    )
+
+    assert ended.code == 0, ended.text
+    assert ended.lines("LATE") == ["LATE time.sleep(600)"] * 2
+
+
+@pytest.mark.parametrize("deadline", [0, -1, "soon", True, float("inf")])
+def test_a_deadline_is_a_positive_duration(deadline: Any) -> None:
+    with pytest.raises(RequestError, match="deadline"):
+        run(lambda ctx: None, deadline=deadline, **FORK)
+
+
+# -- one rank at a time ------------------------------------------------------------------------
+
+
+def test_waiting_for_the_main_rank_is_not_bounded_by_the_timeout() -> None:
+    """It may download for hours."""
+
+    def body(ctx: Context) -> tuple[int, bool]:
+        def work() -> int:
+            time.sleep(2)
+            return 42
+
+        before = time.monotonic()
+        with ctx.main_process_first():
+            if ctx.is_main_process:
+                time.sleep(2)
+        return ctx.on_main(work), time.monotonic() - before > 3.5
+
+    assert run(body, timeout=1, returns="all", **FORK) == [(42, True)] * 2
+
+
+def test_an_exception_on_the_main_rank_reaches_all_ranks_at_once() -> None:
+    """It is one failure, rank 0's, with the line that raised it; each rank may catch it."""
+
+    def fail() -> None:
+        raise KeyError("no such file")  # the line
+
+    def body(ctx: Context) -> None:
+        with pytest.raises(KeyError, match="no such file"):
+            ctx.on_main(fail)
+        ctx.barrier()
+        ctx.on_main(fail)
+
+    for _ in range(3):
+        with pytest.raises(KeyError, match="no such file") as caught:
+            run(body, **FORK)
+        assert "raised by rank 0 " in caught.value.__notes__[0]
+        assert len(caught.value.__notes__) == 1
+        assert "# the line" in str(caught.value.__cause__)
+
+
+class TwoArguments(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def test_an_exception_that_cannot_travel_still_reaches_all_ranks() -> None:
+    """As itself on rank 0, and by its text elsewhere."""
+
+    def fail() -> None:
+        raise TwoArguments(1, 2)
+
+    def body(ctx: Context) -> str:
+        try:
+            ctx.on_main(fail)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    assert run(body, returns="all", **FORK) == [
+        "TwoArguments: 1 and 2",
+        "MainFailed: rank 0 failed in on_main: TwoArguments: 1 and 2",
+    ]
+
+
+def test_main_process_first_tells_the_others_of_its_exception() -> None:
+    def body(ctx: Context) -> str:
+        try:
+            with ctx.main_process_first():
+                if ctx.is_main_process:
+                    raise OSError("disk full")
+        except MainFailed as error:
+            ctx.barrier()
+            return str(error)
+        except OSError:
+            ctx.barrier()
+            return "own"
+        return "nothing"
+
+    assert run(body, returns="all", **FORK) == [
+        "own",
+        "rank 0 failed in main_process_first: OSError: disk full",
+    ]
+
+    def uncaught(ctx: Context) -> None:
+        with ctx.main_process_first():
+            if ctx.is_main_process:
+                raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full") as caught:
+        run(uncaught, **FORK)
+    assert len(caught.value.__notes__) == 1
+
+
+# -- the end of ranks that do not want to ------------------------------------------------------
+
+
+def test_the_cause_is_told_before_a_rank_that_ignores_sigterm_has_ended(tmp_path: Path) -> None:
+    """The grace period delays the clean-up and the exception, and not the news."""
+    script = write(
+        tmp_path,
+        """
+        import signal, time
+        from distribute import run
+
+        def body(ctx):
+            if ctx.rank == 0:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            ctx.barrier()
+            if ctx.rank == 1:
+                raise ValueError("the cause")
+            time.sleep(600)
+
+        if __name__ == "__main__":
+            run(body, devices=2, strategy="ddp_fork", grace=20)
+        """,
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stderr is not None
+    try:
+        told = process.stderr.readline() + process.stderr.readline()
+        # The call is still waiting for the rank.
+        assert process.poll() is None
+        assert "rank(s) 0 take long to end; SIGKILL comes 20 s (grace) after SIGTERM" in told
+        assert "ValueError: the cause" in told
+        # The second interruption does not wait for the grace period.
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(20) == 1
+        assert "ValueError: the cause" in rest
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
