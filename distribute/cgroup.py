@@ -38,6 +38,23 @@ def oom_kills() -> int | None:
     return None
 
 
+class OutOfMemory:
+    """Tells whether lack of memory may have ended a process since this object was made."""
+
+    def __init__(self) -> None:
+        self._before = oom_kills()
+
+    def hint(self) -> str:
+        """Says so about a process that SIGKILL has ended."""
+        hint = "possibly out of memory"
+        now = oom_kills()
+        if now is None or self._before is None:
+            return hint
+        if now > self._before:
+            return f"out of memory: its cgroup counts {now - self._before} such kill(s) more"
+        return f"{hint}, although its cgroup counts no such kill during the call"
+
+
 def _count(file: Path) -> int | None:
     try:
         for line in file.read_text().splitlines():

@@ -96,7 +96,7 @@ def _in_place(request: Request, task: Task, context: Context) -> Any:
 
 def _carry_out(chosen: Plan, task: Task, site: Site) -> list[Outcome]:
     __tracebackhide__ = True
-    from distribute.supervise import NotReady
+    from distribute.failure import NotReady
 
     done = _attempt(chosen, task, site)
     if isinstance(done, NotReady):
@@ -114,7 +114,7 @@ def _carry_out(chosen: Plan, task: Task, site: Site) -> list[Outcome]:
 
 
 def _attempt(chosen: Plan, task: Task, site: Site) -> list[Outcome] | BaseException:
-    from distribute.supervise import Failure
+    from distribute.failure import Failure
 
     try:
         return _launch(chosen, task, site)

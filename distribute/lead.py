@@ -24,6 +24,7 @@ from types import TracebackType
 from distribute import outcome, record, rendezvous, worker
 from distribute.channel import Channel
 from distribute.ending import Worker
+from distribute.failure import Failure
 from distribute.interrupt import Guard, Signals
 from distribute.messages import Call, Ready, Site
 from distribute.outcome import Outcome
@@ -31,7 +32,7 @@ from distribute.payload import Payload
 from distribute.place import RANK_VARIABLES, Place
 from distribute.plan import Plan
 from distribute.record import Record
-from distribute.supervise import Failure, Supervisor
+from distribute.supervise import Supervisor
 from distribute.task import Task
 from distribute.workers import Workers
 

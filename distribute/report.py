@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from traceback import FrameSummary, StackSummary
 
 from distribute import record
+from distribute.cgroup import OutOfMemory
 from distribute.ending import Worker
 from distribute.errors import RankOutcome, signal_name
 from distribute.outcome import Outcome
@@ -201,6 +203,28 @@ def _outcome(worker: Worker, found: Outcome, seen: Sighting | None) -> RankOutco
 
 def _plain(type_name: str) -> str:
     return type_name.removeprefix("builtins.")
+
+
+def died(worker: Worker, code: int, detail: str, memory: OutOfMemory) -> Outcome:
+    """Makes the outcome of a rank whose process ended without one.
+
+    Args:
+        worker: The rank.
+        code: Its exit code, negative for a signal.
+        detail: What it was doing.
+        memory: Tells of lack of memory.
+    """
+    number = -code if code < 0 else None
+    return Outcome(
+        worker.rank,
+        "exited" if number is None else "killed",
+        signal=number,
+        exit_code=code if number is None else None,
+        detail=detail,
+        hint=memory.hint() if number == signal.SIGKILL else "",
+        stack="".join(worker.channel.record.stack().format()),
+        output=tail(worker),
+    )
 
 
 def tail(worker: Worker) -> tuple[str, ...]:

@@ -8,83 +8,34 @@ re-exec. It goes through three phases: all *ready*, all *joined*, all with an *o
 from __future__ import annotations
 
 import math
-import os
 import selectors
 import signal
-import sys
 import time
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from distribute import report
-from distribute.cgroup import oom_kills
+from distribute import report, stopping
+from distribute.arrival import Arrival
+from distribute.cgroup import OutOfMemory
 from distribute.ending import PERIOD, Ending, Worker
-from distribute.errors import (
-    CallMismatch,
-    DeadlineExceeded,
-    DistributeError,
-    JoinTimeout,
-    RankOutcome,
-    WorkerDied,
-)
+from distribute.errors import DeadlineExceeded, DistributeError, JoinTimeout, WorkerDied
+from distribute.failure import Failure
 from distribute.interrupt import Guard, Signals
 from distribute.messages import Call, Go, Joined, Joining, Ready, Site
 from distribute.outcome import Outcome
 from distribute.plan import Plan
-from distribute.process import send_signal, stopped
 from distribute.report import Sighting
+from distribute.stopping import Stopped
 
 # How long an error that looks like an echo waits for its cause.
 _ECHO_SECONDS = 1.0
 # How long the first failure waits for one that was earlier but is reported later.
 _ORDER_SECONDS = 0.02
-# Waiting for ranks gets a line on stderr after this.
-_NOTICE_SECONDS = 10.0
 # How often ranks are looked at that may have been stopped, of which nothing else tells.
 _LOOK_SECONDS = 1.0
 # Exceptions of signal handlers while the ranks end: then whoever sends them is obeyed.
 _MOST_INTERRUPTIONS = 3
-
-
-@dataclass
-class Failure(Exception):
-    """Raised when a call did not succeed.
-
-    Attributes:
-        cause: The error that is the caller's news.
-        rank: The rank that it comes from, or None.
-        outcomes: What became of each rank.
-        notes: What else belongs to the news.
-        restartable: Whether the same call may succeed when it is made again.
-    """
-
-    cause: BaseException
-    rank: int | None = None
-    outcomes: tuple[RankOutcome, ...] = ()
-    notes: list[str] = field(default_factory=list[str])
-    restartable: bool = False
-
-    @property
-    def headline(self) -> str:
-        """The news in one line."""
-        told = "".join(traceback.format_exception_only(self.cause)).partition("\n")[0]
-        return told if self.rank is None else f"rank {self.rank} failed: {told}"
-
-    def news(self) -> BaseException:
-        """Returns the error for the caller, with all that belongs to it."""
-        for one in self.notes:
-            self.cause.add_note(one)
-        try:
-            self.cause.outcomes = self.outcomes  # type: ignore[attr-defined]
-        except AttributeError:
-            pass  # a type that allows no more attributes
-        return self.cause
-
-
-class NotReady(DistributeError):
-    """Raised when forked workers did not prove themselves in time; another method takes over."""
 
 
 class Supervisor:
@@ -125,24 +76,20 @@ class Supervisor:
         self._plan = plan
         self._guard = guard
         self._ending = Ending(workers, grace=plan.grace, guard=guard, free_store=free_store)
-        self._timeout = plan.rendezvous_timeout + extra_time
-        self._ready_timeout = ready_timeout
+        self._arrival = Arrival(
+            workers,
+            timeout=plan.rendezvous_timeout + extra_time,
+            ready_timeout=ready_timeout,
+            site=site,
+        )
         self._signals = signals
         self._catch_up = catch_up
-        self._site = site
         self._selector = selectors.DefaultSelector()
-        self._began = time.monotonic()
         self._ends = None if plan.deadline is None else began + plan.deadline
-        self._look_at = self._began + _LOOK_SECONDS
-        self._oom_kills = oom_kills()
-        self._noticed = False
-        self._called = False
-        self._going = False
-        self._joining: set[int] = set()
-        self._joined: set[int] = set()
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+        self._memory = OutOfMemory()
         self._gone: set[int] = set()
-        self._stopped: set[int] = set()
-        self._told_stopped: set[int] = set()
+        self._stopped = Stopped()
         self.outcomes: dict[int, Outcome] = {}
         self._suspect: float | None = None
         self._interruptions = 0
@@ -237,10 +184,8 @@ class Supervisor:
             times.append(self._suspect)
         if self._ends is not None and self.cause is None:
             times.append(self._ends)
-        if self.cause is None and len(self._joined) < len(self.workers):
-            times.append(self._began + self._limit())
-            if not self._noticed:
-                times.append(self._began + _NOTICE_SECONDS)
+        if self.cause is None and not self._arrival.complete:
+            times.append(self._arrival.due())
         return max(0.0, min(times) - now)
 
     def _tick(self, now: float) -> None:
@@ -255,9 +200,9 @@ class Supervisor:
                 self._settle(self._overdue(), hang=True)
             elif now >= self._look_at:
                 self._look_at = now + _LOOK_SECONDS
-                self._look_for_stopped()
-            elif len(self._joined) < len(self.workers):
-                self._check_joining(now)
+                self._stopped.look(self.workers, self._gone)
+            elif not self._arrival.complete and (late := self._arrival.check(now)) is not None:
+                self._settle(late, hang=isinstance(late, JoinTimeout))
             return
         self._ending.go_on(now, self.outcomes.keys())
 
@@ -269,12 +214,8 @@ class Supervisor:
         except (EOFError, OSError):
             self._selector.unregister(worker.channel)
             return
-        if isinstance(message, Ready):
-            worker.ready = message
-        elif isinstance(message, Joining):
-            self._joining.add(message.rank)
-        elif isinstance(message, Joined):
-            self._joined.add(message.rank)
+        if isinstance(message, Ready | Joining | Joined):
+            self._arrival.note(worker, message)
         elif isinstance(message, Outcome):
             self._record(message)
         self._advance()
@@ -292,7 +233,8 @@ class Supervisor:
         self._drain(worker)
         if worker.rank not in self.outcomes:
             self._catch_up()
-            self._record(self._death(worker, code))
+            detail = self._arrival.before(worker)
+            self._record(report.died(worker, code, detail, self._memory))
 
     def _drain(self, worker: Worker) -> None:
         """Hears what a process said before it ended."""
@@ -301,92 +243,34 @@ class Supervisor:
             while worker.channel in self._selector.get_map() and selector.select(0):
                 self._hear(worker)
 
-    def _death(self, worker: Worker, code: int) -> Outcome:
-        if worker.ready is None:
-            detail = "before it was in place"
-            if self._site is not None:
-                detail = f"before its script arrived at {self._site}"
-        elif worker.rank not in self._joined:
-            detail = "before it joined the others"
-        else:
-            detail = ""
-        found = Outcome(
-            worker.rank,
-            "killed" if code < 0 else "exited",
-            signal=-code if code < 0 else None,
-            exit_code=None if code < 0 else code,
-            detail=detail,
-            stack="".join(worker.channel.record.stack().format()),
-            output=report.tail(worker),
-        )
-        if found.signal == signal.SIGKILL:
-            found.hint = self._memory_hint()
-        return found
-
-    def _memory_hint(self) -> str:
-        hint = "possibly out of memory"
-        count = oom_kills()
-        if count is None or self._oom_kills is None:
-            return hint
-        if count > self._oom_kills:
-            return f"out of memory: its cgroup counts {count - self._oom_kills} such kill(s) more"
-        return f"{hint}, although its cgroup counts no such kill during the call"
-
     def _hear_signal(self) -> None:
         assert self._signals is not None
         numbers = self._signals.arrived()
         if self._signals.stops(numbers):
-            self._suspend()
+            away = stopping.suspend(self.workers)
+            self._arrival.shift(away)
+            if self._ends is not None:
+                self._ends += away
         ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         # Where this is the main thread the handler itself has raised.
         if signal.SIGINT in numbers and ours and self._guard is not None and self.cause is None:
             self._settle(KeyboardInterrupt())
-
-    def _suspend(self) -> None:
-        """Carries out Ctrl-Z: the whole job stops, and goes on when this process does."""
-        before = time.monotonic()
-        processes = [one.process for one in self.workers if one.process is not None]
-        for one in processes:
-            send_signal(one, signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        for one in processes:
-            send_signal(one, signal.SIGCONT)
-        away = time.monotonic() - before
-        self._began += away
-        if self._ends is not None:
-            self._ends += away
-
-    def _look_for_stopped(self) -> None:
-        now = {
-            one.rank
-            for one in self.workers
-            if one.process is not None and one.rank not in self._gone and stopped(one.process.pid)
-        }
-        # Twice in a row: whoever stops a whole job stops this process a moment later.
-        news = (now & self._stopped) - self._told_stopped
-        self._stopped = now
-        self._told_stopped = (self._told_stopped & now) | news
-        for rank in sorted(news):
-            pid = self.workers[rank].pid
-            sys.stderr.write(
-                f"distribute: the process of rank {rank} is stopped (by SIGSTOP, or it read from a "
-                f"terminal in the background); `kill -CONT {pid}` lets it go on\n"
-            )
 
     # -- progress ------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         if self.cause is not None:
             return
-        if not self._called and all(worker.ready is not None for worker in self.workers):
-            self._called = True
-            mismatch = self._mismatch()
+        arrival = self._arrival
+        if not arrival.called and arrival.all_ready:
+            arrival.called = True
+            mismatch = arrival.mismatch()
             if mismatch is not None:
                 self._settle(mismatch)
                 return
             self._send_call()
-        if self._called and len(self._joined) == len(self.workers) and not self._going:
-            self._going = True
+        if arrival.called and arrival.complete and not arrival.going:
+            arrival.going = True
             self._send_all(Go())
 
     def _send_call(self) -> None:
@@ -408,18 +292,6 @@ class Supervisor:
                 worker.channel.send(mine)
             except OSError:
                 pass  # it has ended; its handle says so
-
-    def _mismatch(self) -> CallMismatch | None:
-        for worker in self.workers:
-            site = worker.ready.site if worker.ready is not None else None
-            if self._site is not None and site is not None and site != self._site:
-                return CallMismatch(
-                    f"rank {worker.rank} called {site} while rank 0 called {self._site}: every "
-                    "process of a re-executed script must come to the same first distributed "
-                    "call; make the code above it do the same everywhere, or pass "
-                    'start_method="forkserver"'
-                )
-        return None
 
     def _record(self, outcome: Outcome) -> None:
         outcome.consequence = self.cause is not None
@@ -451,57 +323,6 @@ class Supervisor:
             "its ranks were, or allow more time"
         )
 
-    def _state(self, worker: Worker) -> str:
-        """Says what a rank does that has not left the function."""
-        if worker.ready is None:
-            return "starting" if self._site is None else f"on its way to {self._site}"
-        if not self._called:
-            return "ready"
-        if worker.rank not in self._joining:
-            return "unpacking its arguments"
-        if worker.rank not in self._joined or not self._going:
-            return "joining the others"
-        return "running"
-
-    def _check_joining(self, now: float) -> None:
-        waited = now - self._began
-        if waited >= self._limit():
-            error = self._late()
-            self._settle(error, hang=isinstance(error, JoinTimeout))
-        elif waited >= _NOTICE_SECONDS and not self._noticed:
-            self._noticed = True
-            missing = self._missing()
-            there = len(self.workers) - len(missing)
-            sys.stderr.write(
-                f"distribute: {there} of {len(self.workers)} ranks have joined, "
-                f"missing {', '.join(map(str, missing))}\n"
-            )
-
-    def _limit(self) -> float:
-        if self._ready_timeout is not None and not self._called:
-            return self._ready_timeout
-        return self._timeout
-
-    def _missing(self) -> list[int]:
-        # Those that have come to the meeting wait there for those that have not.
-        late = len(self._joining) < len(self.workers)
-        there = self._joining if late else self._joined
-        return [
-            worker.rank
-            for worker in self.workers
-            if (worker.ready is None if not self._called else worker.rank not in there)
-        ]
-
-    def _late(self) -> BaseException:
-        ranks = ", ".join(map(str, self._missing()))
-        if self._ready_timeout is not None and not self._called:
-            return NotReady(f"rank(s) {ranks} not ready")
-        return JoinTimeout(
-            f"rank(s) {ranks} of {len(self.workers)} did not join within "
-            f"{self._timeout:g} s (rendezvous_timeout); see whether they are stuck before the "
-            "call, or allow more time"
-        )
-
     def _settle(self, cause: BaseException, *, hang: bool = False) -> None:
         """Fixes the cause of the failure and begins to end everybody.
 
@@ -512,6 +333,6 @@ class Supervisor:
         self.cause = cause
         if hang:
             thread = None if self._guard is None else self._guard.thread
-            self._sightings = report.sight(self.workers, self.outcomes, self._state, thread)
+            self._sightings = report.sight(self.workers, self.outcomes, self._arrival.state, thread)
             self._notes.append(report.described(self._sightings, self._cause_rank))
         self._ending.begin(cause, self.outcomes.keys())

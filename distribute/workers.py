@@ -14,6 +14,7 @@ from distribute import ending, rendezvous
 from distribute.ambient import Settings, Streams
 from distribute.channel import Channel
 from distribute.ending import Worker
+from distribute.failure import Failure
 from distribute.interrupt import Signals
 from distribute.messages import Call
 from distribute.outcome import Outcome
@@ -22,7 +23,7 @@ from distribute.payload import Payload
 from distribute.place import Place, places
 from distribute.plan import Plan
 from distribute.process import Process, is_terminal, leads_group
-from distribute.supervise import Failure, Supervisor
+from distribute.supervise import Supervisor
 
 
 @dataclass(frozen=True)

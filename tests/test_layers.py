@@ -21,14 +21,15 @@ launchers.attached launchers.fork launchers.forkserver launchers.inline launcher
 lead server
 workers forked
 supervise worker
-report
+report arrival stopping
+failure
 context
 model data
 loading
 asked indices iterables transfer
 collectives randomness
 sharding
-ending deadline outcome task link
+ending deadline meeting outcome task link
 messages
 plan channel
 machine request place payload home

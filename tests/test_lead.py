@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from distribute import Context, WorkerDied, engine, forked, rendezvous, worker
+from distribute.failure import Failure
 from distribute.launchers.fork import _Forker
 from distribute.lead import Led
 from distribute.plan import Plan
 from distribute.request import Request
-from distribute.supervise import Failure
 from distribute.task import Task
 from distribute.workers import Workers, make_all, planned_places
 

@@ -1,0 +1,47 @@
+"""What a supervisor raises when a call has failed."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass, field
+
+from distribute.errors import DistributeError, RankOutcome
+
+
+@dataclass
+class Failure(Exception):
+    """Raised when a call did not succeed.
+
+    Attributes:
+        cause: The error that is the caller's news.
+        rank: The rank that it comes from, or None.
+        outcomes: What became of each rank.
+        notes: What else belongs to the news.
+        restartable: Whether the same call may succeed when it is made again.
+    """
+
+    cause: BaseException
+    rank: int | None = None
+    outcomes: tuple[RankOutcome, ...] = ()
+    notes: list[str] = field(default_factory=list[str])
+    restartable: bool = False
+
+    @property
+    def headline(self) -> str:
+        """The news in one line."""
+        told = "".join(traceback.format_exception_only(self.cause)).partition("\n")[0]
+        return told if self.rank is None else f"rank {self.rank} failed: {told}"
+
+    def news(self) -> BaseException:
+        """Returns the error for the caller, with all that belongs to it."""
+        for one in self.notes:
+            self.cause.add_note(one)
+        try:
+            self.cause.outcomes = self.outcomes  # type: ignore[attr-defined]
+        except AttributeError:
+            pass  # a type that allows no more attributes
+        return self.cause
+
+
+class NotReady(DistributeError):
+    """Raised when forked workers did not prove themselves in time; another method takes over."""
