@@ -159,9 +159,26 @@ def close(workers: list[Worker], grace: float) -> None:
 
 
 def end(workers: list[Worker], grace: float) -> None:
-    """Waits for the processes of workers to end, by force after the grace period."""
+    """Waits for the processes of workers to end, by force after the grace period.
+
+    An interruption meanwhile ends them at once, and is passed on when they are gone.
+    """
     processes = [worker.process for worker in workers if worker.process is not None]
-    limit = time.monotonic() + grace
+    try:
+        _wait(processes, time.monotonic() + grace)
+    except BaseException:
+        _wait(processes, time.monotonic())
+        raise
+    finally:
+        for worker in workers:
+            worker.channel.close()
+            if worker.tap is not None:
+                worker.tap.close()
+        for one in processes:
+            one.close()
+
+
+def _wait(processes: list[Process], limit: float) -> None:
     while running := [one for one in processes if one.poll() is None]:
         left = limit - time.monotonic()
         if left <= 0:
@@ -172,9 +189,3 @@ def end(workers: list[Worker], grace: float) -> None:
                 if one.fileno() >= 0:
                     selector.register(one.fileno(), selectors.EVENT_READ)
             selector.select(min(max(left, 0.001), PERIOD))
-    for worker in workers:
-        worker.channel.close()
-        if worker.tap is not None:
-            worker.tap.close()
-    for one in processes:
-        one.close()

@@ -36,11 +36,16 @@ class Failure(Exception):
         """Returns the error for the caller, with all that belongs to it."""
         for one in self.notes:
             self.cause.add_note(one)
-        try:
-            self.cause.outcomes = self.outcomes  # type: ignore[attr-defined]
-        except AttributeError:
-            pass  # a type that allows no more attributes
+        carry(self.cause, self.outcomes)
         return self.cause
+
+
+def carry(error: BaseException, outcomes: tuple[RankOutcome, ...]) -> None:
+    """Puts the outcomes of the ranks on the error that the caller gets."""
+    try:
+        error.outcomes = outcomes  # type: ignore[attr-defined]
+    except AttributeError:
+        pass  # a type that allows no more attributes
 
 
 class NotReady(DistributeError):

@@ -168,7 +168,8 @@ def _lead(seat: worker.Seat, task: Task, link: Channel, guard: Guard) -> Outcome
 
 def _conclude(watch: _Watch, result: Outcome, interrupted: BaseException | None) -> list[Outcome]:
     if interrupted is not None:
-        raise Failure(interrupted)
+        known = watch.error.outcomes if isinstance(watch.error, Failure) else ()
+        raise Failure(interrupted, outcomes=known)
     if watch.error is None:
         return [result, *watch.outcomes[1:]]
     error, watch.error = watch.error, None

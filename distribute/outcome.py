@@ -9,7 +9,7 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from distribute.errors import RemoteTraceback, WorkerDied, WorkerError
+from distribute.errors import RankOutcome, RemoteTraceback, WorkerDied, WorkerError
 from distribute.home import home
 from distribute.payload import Payload, pack
 
@@ -193,6 +193,36 @@ def raised(rank: int, error: BaseException, *, local: bool) -> Outcome:
     if not facts.unsent:
         outcome.payload = pack(_links(error), home=True)
     return outcome
+
+
+def public(found: Outcome, **more: Any) -> RankOutcome:
+    """Returns what the caller sees of an outcome.
+
+    Args:
+        found: The outcome.
+        **more: Attributes of `RankOutcome` that are known from elsewhere.
+    """
+    raised = found.raised
+    facts: dict[str, Any] = {
+        "kind": "killed" if found.kind == "freed" else found.kind,
+        "stack": found.stack,
+        "output": found.output,
+    }
+    return RankOutcome(
+        rank=found.rank,
+        error="" if raised is None else f"{plain(raised.type_name)}: {raised.text}",
+        exit_code=found.exit_code,
+        signal=found.signal,
+        consequence=found.consequence or found.echo,
+        traceback="" if raised is None else raised.traceback,
+        time=found.time,
+        **(facts | more),
+    )
+
+
+def plain(type_name: str) -> str:
+    """Returns the name of a type as people write it."""
+    return type_name.removeprefix("builtins.")
 
 
 def obstacle(error: BaseException) -> str:

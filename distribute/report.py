@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from traceback import FrameSummary, StackSummary
+from typing import Any
 
 from distribute import record
 from distribute.cgroup import OutOfMemory
 from distribute.ending import Worker
 from distribute.errors import RankOutcome, signal_name
-from distribute.outcome import Outcome
+from distribute.outcome import Outcome, plain, public
 from distribute.process import stopped
 from distribute.record import Operation
 
@@ -95,7 +96,7 @@ def _gone(worker: Worker, found: Outcome) -> Sighting:
     state = {"returned": "returned", "freed": "left"}.get(found.kind, "ended")
     traceback = ""
     if found.raised is not None:
-        state = f"raised {_plain(found.raised.type_name)}"
+        state = f"raised {plain(found.raised.type_name)}"
         traceback = found.raised.traceback
     last = worker.channel.record.last()
     return Sighting(worker.rank, worker.pid, state, last, StackSummary(), True, traceback)
@@ -180,29 +181,18 @@ def outcomes(
 
 
 def _outcome(worker: Worker, found: Outcome, seen: Sighting | None) -> RankOutcome:
-    raised = found.raised
-    started = worker.ready is not None or found.kind in ("returned", "raised")
+    more: dict[str, Any] = {}
+    if worker.ready is None and found.kind not in ("returned", "raised"):
+        more["kind"] = "never started"
+    if not found.stack and seen is not None:
+        more["stack"] = "".join(seen.stack.format())
     operation = worker.channel.record.last()
-    stack = found.stack
-    if not stack and seen is not None:
-        stack = "".join(seen.stack.format())
-    return RankOutcome(
-        rank=found.rank,
-        kind="never started" if not started else "killed" if found.kind == "freed" else found.kind,
-        error="" if raised is None else f"{_plain(raised.type_name)}: {raised.text}",
-        exit_code=found.exit_code,
-        signal=found.signal,
-        consequence=found.consequence or found.echo,
+    return public(
+        found,
         collective="" if operation is None else str(operation),
-        traceback="" if raised is None else raised.traceback,
-        stack=stack,
         output=found.output or tail(worker),
-        time=found.time,
+        **more,
     )
-
-
-def _plain(type_name: str) -> str:
-    return type_name.removeprefix("builtins.")
 
 
 def died(worker: Worker, code: int, detail: str, memory: OutOfMemory) -> Outcome:
@@ -250,7 +240,7 @@ def notes(found: Mapping[int, Outcome], cause: int | None) -> list[str]:
             if cause is not None:
                 told.append(f"rank {rank} lost its connection because of the above")
         elif one.raised is not None:
-            name = _plain(one.raised.type_name)
+            name = plain(one.raised.type_name)
             told.append(f"rank {rank} raised as well: {name}: {one.raised.text}")
         elif one.signal is not None:
             told.append(f"rank {rank} was killed by {signal_name(one.signal)} as well")

@@ -17,6 +17,7 @@ from distribute.context import Context
 from distribute.deadline import bounded
 from distribute.environment import External
 from distribute.errors import CallMismatch
+from distribute.failure import carry
 from distribute.home import home
 from distribute.meeting import Meeting
 from distribute.messages import Site
@@ -44,7 +45,9 @@ def run(plan: Plan, task: Task, site: Site) -> list[Outcome]:
     try:
         world = dataclasses.replace(world, grouped=dist.is_initialized())
         value = _in_world(plan, world, task, site)
-    except BaseException:
+    except BaseException as error:
+        # What became of the others, nobody here knows.
+        carry(error, (outcome.public(outcome.raised(world.rank, error, local=True)),))
         if not held:
             rendezvous.leave(failed=True)
         raise

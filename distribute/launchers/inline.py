@@ -5,6 +5,7 @@ from __future__ import annotations
 from distribute import ambient, devices, outcome
 from distribute.context import Context
 from distribute.deadline import bounded
+from distribute.failure import carry
 from distribute.outcome import Outcome
 from distribute.plan import Plan
 from distribute.task import Task
@@ -32,6 +33,9 @@ def run(plan: Plan, task: Task) -> list[Outcome]:
         ambient.seed_all(plan.seed)
     try:
         value = bounded(plan.deadline, plan.grace, lambda: run_user(Context(world), task))
+    except Exception as error:
+        carry(error, (outcome.public(outcome.raised(0, error, local=True)),))
+        raise
     finally:
         if plan.seed is not None:
             streams.restore()
