@@ -72,6 +72,7 @@ class Ending:
         self._guard = guard
         self._free_store = free_store
         self._kill_at = 0.0
+        self._knock_at = 0.0
         self._tell_at = 0.0
         self._told = False
         self._killed = False
@@ -92,6 +93,8 @@ class Ending:
             self._free_store()
         for worker in self._workers:
             if worker.process is not None:
+                if worker.rank in left:
+                    dismiss(worker)
                 # One that is stopped ends when it goes on.
                 send_signal(worker.process, signal.SIGTERM, signal.SIGCONT)
             elif worker.rank not in left:
@@ -108,7 +111,9 @@ class Ending:
             self.kill()
         here = [one for one in self._workers if one.process is None and one.rank not in left]
         if self._guard is not None and here:
-            self._guard.knock()
+            if now >= self._knock_at:
+                self._knock_at = now + PERIOD
+                self._guard.knock()
             if now >= self._kill_at + LAST_RESORT_SECONDS:
                 self._give_up()
 
@@ -151,11 +156,16 @@ class Ending:
 def close(workers: list[Worker], grace: float) -> None:
     """Lets idle workers leave, ends those that do not, and reaps them all."""
     for worker in workers:
-        try:
-            worker.channel.send(Close())
-        except OSError:
-            pass  # it has left
+        dismiss(worker)
     end(workers, grace)
+
+
+def dismiss(worker: Worker) -> None:
+    """Lets a worker leave that has left the function, whatever SIGTERM means to it."""
+    try:
+        worker.channel.send(Close())
+    except OSError:
+        pass  # it has left
 
 
 def end(workers: list[Worker], grace: float) -> None:

@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -18,10 +19,18 @@ PRELOADED = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo")
 
 
 def preload() -> None:
-    """Imports what every rank will need; the environment is as before."""
+    """Imports what every rank will need; the environment and the files are as before."""
+    before = set(os.listdir(tempfile.gettempdir()))
     with unchanged_environment():
         for name in PRELOADED:
             importlib.import_module(name)
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    # torch's compiler makes its cache while it is imported, and again when it has something.
+    if cache and os.path.basename(cache) not in before:
+        try:
+            os.rmdir(cache)
+        except OSError:
+            pass  # elsewhere, or in use
 
 
 @contextmanager

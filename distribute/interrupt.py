@@ -18,6 +18,7 @@ call.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -160,9 +161,11 @@ class Signals:
             numbers = os.read(self._ours, 4096)
         except BlockingIOError:
             return set()
-        if self._before >= 0:
+        # Our own knocks are no news for the user.
+        theirs = bytes(one for one in numbers if one != SIGNAL)
+        if self._before >= 0 and theirs:
             try:
-                os.write(self._before, numbers)
+                os.write(self._before, theirs)
             except OSError:
                 pass  # full or closed: as if Python itself had failed to write
         return set(numbers)
@@ -174,6 +177,23 @@ class Signals:
             and self._takes_stop
             and signal.getsignal(signal.SIGTSTP) is _noted
         )
+
+
+def stop_here() -> None:
+    """Stops this process as Ctrl-Z does, until it is continued.
+
+    By SIGTSTP with its default action, which the kernel drops where nobody could continue us (an
+    orphaned process group). Sent to this thread: one sent to the process may be taken by another
+    thread, and this one would run on for a moment.
+    """
+    exchange = ctypes.pythonapi.PyOS_setsig  # `signal.signal` is for the main thread only
+    exchange.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    exchange.restype = ctypes.c_void_p
+    handler = exchange(signal.SIGTSTP, None)
+    try:
+        signal.pthread_kill(threading.get_ident(), signal.SIGTSTP)
+    finally:
+        exchange(signal.SIGTSTP, handler)
 
 
 def _noted(number: int, frame: FrameType | None) -> None:

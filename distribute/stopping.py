@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
 from collections.abc import Collection
 
 from distribute.ending import Worker
+from distribute.interrupt import stop_here
 from distribute.process import send_signal, stopped
 
 
@@ -22,7 +22,7 @@ def suspend(workers: list[Worker]) -> float:
     processes = [one.process for one in workers if one.process is not None]
     for one in processes:
         send_signal(one, signal.SIGSTOP)
-    os.kill(os.getpid(), signal.SIGSTOP)
+    stop_here()
     for one in processes:
         send_signal(one, signal.SIGCONT)
     return time.monotonic() - before

@@ -18,7 +18,7 @@ from typing import Any
 from distribute import report, stopping
 from distribute.arrival import Arrival
 from distribute.cgroup import OutOfMemory
-from distribute.ending import PERIOD, Ending, Worker
+from distribute.ending import PERIOD, Ending, Worker, dismiss
 from distribute.errors import DeadlineExceeded, DistributeError, JoinTimeout, WorkerDied
 from distribute.failure import Failure
 from distribute.interrupt import Guard, Signals
@@ -295,6 +295,9 @@ class Supervisor:
 
     def _record(self, outcome: Outcome) -> None:
         outcome.consequence = self.cause is not None
+        worker = self.workers[outcome.rank]
+        if outcome.consequence and worker.process is not None:
+            dismiss(worker)
         self.outcomes[outcome.rank] = outcome
         if not outcome.failed or self.cause is not None:
             return

@@ -205,3 +205,15 @@ def test_an_interrupt_of_the_caller_ends_all_ranks(tmp_path: Path) -> None:
     finally:
         thread.join()
     assert run(lambda ctx: ctx.world_size, **FORK) == 2
+
+
+def test_ranks_that_have_failed_leave_whatever_sigterm_means_to_them() -> None:
+    """A handler of the user's that does not end the process does not cost the grace period."""
+
+    def body(ctx: Context) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        ctx.barrier()
+        raise ValueError(ctx.rank)
+
+    with pytest.raises(ValueError):  # noqa: PT011
+        run(body, grace=600, **FORK)

@@ -6,6 +6,7 @@ process. It is replaced when a variable has changed that libraries read while th
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
@@ -179,6 +180,8 @@ def _the_server() -> Server:
         _server.close()
         _server = None
     if _server is None:
+        atexit.unregister(close)
+        atexit.register(close)
         _server = Server()
     return _server
 
