@@ -121,10 +121,9 @@ class Arrival:
     def before(self, worker: Worker) -> str:
         """Says before which step of its way a rank has ended, or nothing if it was through."""
         if worker.ready is None:
-            place = (
-                "it was in place" if self._site is None else f"its script arrived at {self._site}"
-            )
-            return f"before {place}"
+            if self._site is None:
+                return "before it was ready for the call"
+            return f"before its script arrived at {self._site}"
         return "" if worker.rank in self._joined else "before it joined the others"
 
     def _limit(self) -> float:

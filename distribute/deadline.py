@@ -39,7 +39,10 @@ def bounded(seconds: float | None, grace: float, function: Callable[[], Any]) ->
         finally:
             watch.left.set()
             watch.join()
-    error = DeadlineExceeded(f"the call did not end within {seconds:g} s (deadline)")
+    error = DeadlineExceeded(
+        f"the call did not end within {seconds:g} s (deadline); see below where it was, or allow "
+        "more time"
+    )
     error.add_note(watch.told)
     raise error
 

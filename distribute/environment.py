@@ -77,7 +77,11 @@ def external_world(environ: Mapping[str, str]) -> External | None:
         return None
     if _marker(environ)[1] == environ["MASTER_PORT"]:
         return None
-    by = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment (RANK, WORLD_SIZE)"
+    by = (
+        "torchrun"
+        if "TORCHELASTIC_RUN_ID" in environ
+        else "another launcher (RANK and WORLD_SIZE are set)"
+    )
     world_size = _number(environ, "WORLD_SIZE", least=1)
     local_world_size = _number(environ, "LOCAL_WORLD_SIZE", world_size, least=1)
     return External(

@@ -212,21 +212,26 @@ class _Watch(threading.Thread):
         self._supervisor = supervisor
         self.outcomes: list[Outcome] = []
         self.error: BaseException | None = None
+        self._done = threading.Event()
 
     def run(self) -> None:
         try:
             self.outcomes = self._supervisor.run()
         except BaseException as error:
             self.error = error
+        finally:
+            self._done.set()
 
     def finish(self) -> BaseException | None:
         """Waits for the end; returns an interruption that came meanwhile."""
         interrupted: BaseException | None = None
-        while self.is_alive():
+        # Not by `join`, which takes a thread for ended when it is interrupted (until Python 3.13).
+        while not self._done.is_set():
             try:
-                self.join()
+                self._done.wait()
             except BaseException as error:
                 interrupted = error
+        self.join()
         return interrupted
 
 

@@ -279,7 +279,10 @@ def _stream(world: World, loader: TorchLoader, asked: Asked, key: LoaderKey) -> 
 
     def length() -> int:
         if asked.sharded:
-            raise TypeError("the number of steps of a dataset that shards itself is not known")
+            raise TypeError(
+                "the number of steps of a dataset that shards itself (sharded=True) is not known; "
+                "count them as they come"
+            )
         workers = max(loader.num_workers, 1)
         return stream_length(loader.dataset, batches, world.world_size, workers)
 

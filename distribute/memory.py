@@ -36,7 +36,12 @@ def mapped(descriptor: int, size: int) -> memoryview:
     rights = mmap.PROT_READ | mmap.PROT_WRITE
     address = libc.mmap(None, size, rights, mmap.MAP_PRIVATE, descriptor, 0)
     if address in (None, ctypes.c_void_p(-1).value):
-        raise OSError(ctypes.get_errno(), "a memory file cannot be mapped")
+        number = ctypes.get_errno()
+        raise OSError(
+            number,
+            f"{os.strerror(number)}: {size} bytes of an argument or a value cannot be mapped; see "
+            "`ulimit -v` and the kernel's vm.max_map_count",
+        )
     whole = (ctypes.c_char * size).from_address(address)
     # Not at exit: objects may use the memory until the process is gone.
     weakref.finalize(whole, libc.munmap, address, size).atexit = False

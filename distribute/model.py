@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import inspect
 import warnings
 from contextlib import AbstractContextManager, nullcontext
@@ -266,7 +267,9 @@ def _require_options(options: dict[str, Any]) -> None:
     known = inspect.signature(constructor).parameters
     for name in options:
         if name not in known or name == "module":
-            raise TypeError(f"DistributedDataParallel has no option {name!r}")
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f": did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"DistributedDataParallel has no option {name!r}{hint}")
         if name in ("device_ids", "output_device"):
             raise RequestError(
                 f"{name}={options[name]!r}",

@@ -162,9 +162,21 @@ def returned(rank: int, value: Any, *, local: bool) -> Outcome:
     return Outcome(rank, "returned", payload=pack(value, home=True))
 
 
-def exited(rank: int, code: int, detail: str) -> Outcome:
-    """Makes the outcome of a rank whose function asked for the end of its process."""
-    return Outcome(rank, "exited", exit_code=code, detail=detail)
+def system_exit(rank: int, error: SystemExit, *, local: bool) -> Outcome:
+    """Makes the outcome of a rank whose function called `sys.exit`.
+
+    Args:
+        rank: The rank.
+        error: What that raised; without a code, or with 0, the function has returned None.
+        local: Whether the rank is the calling process.
+    """
+    if error.code is None or error.code == 0:
+        return returned(rank, None, local=local)
+    code = error.code if isinstance(error.code, int) else 1
+    text = "" if isinstance(error.code, int) else f" with {error.code!r}"
+    return Outcome(
+        rank, "exited", exit_code=code, detail=f"when its function called sys.exit{text}"
+    )
 
 
 def raised(rank: int, error: BaseException, *, local: bool) -> Outcome:

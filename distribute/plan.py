@@ -253,7 +253,10 @@ def _no_reexec(machine: Machine, kept: bool, restarts: int) -> tuple[str, ...]:
     elif not machine.script:
         fact = machine.no_script
     elif machine.earlier_calls:
-        fact = "an earlier distributed call of this process had another world or failed"
+        fact = (
+            "this process has made a distributed call before, whose workers are not those of this "
+            "one"
+        )
     else:
         return ()
     return fact, 'leave the start method to "auto"'
@@ -352,11 +355,16 @@ def _backend(request: Request, machine: Machine, accelerator: str) -> str:
 
 def _check_attached(limits: Mapping[str, Any], external: External | None, machine: Machine) -> None:
     restarts = limits["max_restarts"]
-    by, most = ("its launcher", 0) if external is None else (external.by, external.max_restarts)
-    if restarts > most:
+    if restarts and external is None:
         raise RequestError(
             f"max_restarts={restarts}",
-            f"this process is a rank, which only {by} can start again, and does {most} times",
+            "this process is a rank of a group that it holds, which nobody can start again",
+            "leave it out here",
+        )
+    if external is not None and restarts > external.max_restarts:
+        raise RequestError(
+            f"max_restarts={restarts}",
+            f"{external.by} started this rank, and starts it again {external.max_restarts} times",
             f"pass `--max-restarts {restarts}` to torchrun, or leave it out here",
         )
     if limits["deadline"] is not None and not machine.main_thread:

@@ -156,9 +156,10 @@ def seconds(name: str, value: object, least: float | None = None) -> float | Non
         given = -1.0
     if math.isfinite(given) and (given > 0 or given == least) and given < _LONGEST:
         return float(given)
-    raise RequestError(
-        f"{name}={value!r}", "it is a positive number of seconds", "pass a number or a timedelta"
+    fact = (
+        "it is a number of seconds from 0" if least == 0 else "it is a positive number of seconds"
     )
+    raise RequestError(f"{name}={value!r}", f"{fact}, and finite", "pass a number or a timedelta")
 
 
 def seed(value: object) -> int | None:

@@ -253,8 +253,11 @@ class Supervisor:
                 self._ends += away
         ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         # Where this is the main thread the handler itself has raised.
-        if signal.SIGINT in numbers and ours and self._guard is not None and self.cause is None:
-            self._settle(KeyboardInterrupt())
+        if signal.SIGINT in numbers and ours and self._guard is not None:
+            if self.cause is None:
+                self._settle(KeyboardInterrupt())
+            else:
+                self._ending.kill()
 
     # -- progress ------------------------------------------------------------------------------
 

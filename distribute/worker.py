@@ -126,7 +126,7 @@ def run_call(
     except WorldEnded:
         result = Outcome(rank, "freed")
     except SystemExit as error:
-        result = _system_exit(rank, error, local=local)
+        result = outcome.system_exit(rank, error, local=local)
     except BaseException as error:
         result = outcome.raised(rank, error, local=local)
     try:
@@ -288,11 +288,3 @@ def flush() -> None:
             stream.flush()
         except (AttributeError, ValueError, OSError):
             pass  # closed, or never there
-
-
-def _system_exit(rank: int, error: SystemExit, *, local: bool) -> Outcome:
-    if error.code is None or error.code == 0:
-        return outcome.returned(rank, None, local=local)
-    code = error.code if isinstance(error.code, int) else 1
-    text = "" if isinstance(error.code, int) else f" with {error.code!r}"
-    return outcome.exited(rank, code, f"when its function called sys.exit{text}")

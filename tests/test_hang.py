@@ -397,3 +397,47 @@ def test_the_cause_is_told_before_a_rank_that_ignores_sigterm_has_ended(tmp_path
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_grace_period(tmp_path: Path) -> None:
+    """Under re-exec another thread waits for the ranks, and hears it."""
+    script = write(
+        tmp_path,
+        """
+        import signal, sys, time
+        from distribute import distributed
+
+        @distributed(devices=2, grace=100)
+        def train(ctx):
+            if ctx.rank == 1:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            ctx.barrier()
+            ctx.print("UP")
+            time.sleep(600)
+
+        try:
+            train()
+        except KeyboardInterrupt as error:
+            print("CAUGHT", [one.kind for one in error.outcomes])
+        """,
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "UP\n"
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "CAUGHT ['raised', 'killed']\n"
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

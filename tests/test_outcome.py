@@ -363,7 +363,7 @@ def test_a_death_by_a_signal():
 
 
 def test_an_end_without_a_report():
-    found = outcome.exited(1, 3, "when its function called sys.exit").error()
+    found = outcome.system_exit(1, SystemExit(3), local=False).error()
 
     assert type(found) is WorkerDied
     assert str(found) == "rank 1 ended with exit code 3 when its function called sys.exit"

@@ -149,14 +149,14 @@ CHOICES: list[tuple[str, dict[str, Any], Machine, dict[str, str], str, str]] = [
         "asked for",
     ),
     # Everything else.
-    ("later", {"devices": 2}, cpus(**LATER), {}, "fork", "an earlier distributed call"),
+    ("later", {"devices": 2}, cpus(**LATER), {}, "fork", "has made a distributed call before"),
     (
         "later, other size",
         {"devices": 3},
         cpus(earlier_calls=True, kept=(0, 1), kept_accelerator="cpu"),
         {},
         "fork",
-        "another world",
+        "whose workers are not those",
     ),
     (
         "later, other devices",
@@ -164,7 +164,7 @@ CHOICES: list[tuple[str, dict[str, Any], Machine, dict[str, str], str, str]] = [
         gpus(earlier_calls=True, kept=(0, 1), kept_accelerator="cuda", live_accelerator=True),
         {},
         "forkserver",
-        "another world",
+        "whose workers are not those",
     ),
     (
         "later, other accelerator",
@@ -172,7 +172,7 @@ CHOICES: list[tuple[str, dict[str, Any], Machine, dict[str, str], str, str]] = [
         gpus(earlier_calls=True, kept=(0, 1), kept_accelerator="cuda", live_accelerator=True),
         {},
         "forkserver",
-        "another world",
+        "whose workers are not those",
     ),
     (
         "later, threads",
@@ -293,8 +293,11 @@ def test_fork_is_refused_where_the_platform_has_none():
         ({"script": (), "no_script": NO_SCRIPT}, NO_SCRIPT),
         (PYTEST, "pytest runs this"),
         ({"main_thread": False}, "a thread other than the main one"),
-        ({"earlier_calls": True}, "an earlier distributed call"),
-        ({"earlier_calls": True, "kept": (0, 1, 2), "kept_accelerator": "cpu"}, "another world"),
+        ({"earlier_calls": True}, "has made a distributed call before"),
+        (
+            {"earlier_calls": True, "kept": (0, 1, 2), "kept_accelerator": "cpu"},
+            "whose workers are not those",
+        ),
         ({"interactive": "an interactive prompt"}, "an interactive prompt"),
     ],
 )

@@ -179,7 +179,7 @@ def test_torchrun_restarts_its_own_ranks(tmp_path: Path) -> None:
             refused()
         except RequestError as error:
             assert "--max-restarts 2" in str(error)
-            assert "does 1 times" in str(error)
+            assert "starts it again 1 times" in str(error)
         else:
             raise AssertionError
         train()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -217,3 +218,30 @@ def test_ranks_that_have_failed_leave_whatever_sigterm_means_to_them() -> None:
 
     with pytest.raises(ValueError):  # noqa: PT011
         run(body, grace=600, **FORK)
+
+
+def test_sys_exit_means_the_same_in_a_world_of_one() -> None:
+    """Without a code the call returns None; with one it has failed, and the caller goes on."""
+    assert run(lambda ctx: sys.exit(), devices=1) is None
+    with pytest.raises(WorkerDied, match=r"exit code 3 when its function called sys\.exit") as one:
+        run(lambda ctx: sys.exit(3), devices=1)
+    assert [found.kind for found in one.value.outcomes] == ["exited"]  # type: ignore[attr-defined]
+
+
+def test_every_error_carries_the_outcomes_of_all_ranks() -> None:
+    """Also in a world of one."""
+
+    def body(ctx: Context) -> None:
+        if ctx.rank == ctx.world_size - 1:
+            raise KeyError("x")
+        time.sleep(600)
+
+    for devices, kinds in ((1, ["raised"]), (3, ["killed", "killed", "raised"])):
+        with pytest.raises(KeyError) as caught:
+            run(body, devices=devices, strategy="ddp_fork" if devices > 1 else "auto")
+        found = caught.value.outcomes  # type: ignore[attr-defined]
+        assert [one.rank for one in found] == list(range(devices))
+        assert [one.kind for one in found] == kinds
+        assert [one.consequence for one in found] == [kind == "killed" for kind in kinds]
+        assert found[-1].error == "KeyError: 'x'"
+        assert 'raise KeyError("x")' in found[-1].traceback

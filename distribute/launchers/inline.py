@@ -33,7 +33,15 @@ def run(plan: Plan, task: Task) -> list[Outcome]:
         ambient.seed_all(plan.seed)
     try:
         value = bounded(plan.deadline, plan.grace, lambda: run_user(Context(world), task))
-    except Exception as error:
+    except SystemExit as error:
+        # As a rank of a larger world: the call returns None, or a failure is told.
+        ended = outcome.system_exit(0, error, local=True)
+        if not ended.failed:
+            return [ended]
+        told = ended.error()
+        carry(told, (outcome.public(ended),))
+        raise told from None
+    except BaseException as error:
         carry(error, (outcome.public(outcome.raised(0, error, local=True)),))
         raise
     finally:
