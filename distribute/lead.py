@@ -136,7 +136,7 @@ class Led:
         """Lets the other ranks leave; they are gone afterwards."""
         self.workers.close(self.plan.grace)
         self.workers.members = []
-        self.seat.free()
+        self.seat.close()
 
 
 def _lead(seat: worker.Seat, task: Task, link: Channel, guard: Guard) -> Outcome:

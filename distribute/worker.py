@@ -59,6 +59,7 @@ class Seat:
                     listening=self._listening,
                     timeout=plan.rendezvous_timeout,
                 )
+                self._listening = None  # the server's now
             self._rendezvous.join(
                 f"call-{call.number}",
                 backend=plan.backend,
@@ -87,6 +88,14 @@ class Seat:
         rendezvous.hold_groups()
         if self._rendezvous is not None:
             self._rendezvous.drop_server()
+
+    def close(self) -> None:
+        """Lets go of the connection to the store; the world has ended."""
+        self.free()
+        self._rendezvous = None
+        if self._listening is not None:
+            os.close(self._listening)
+            self._listening = None
 
 
 def run_call(
