@@ -8,13 +8,16 @@ INSTALLED := $(VENV)/.installed
 # pyright comes whole in its wheel; newer releases are not this tree's business.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: demo test soak lint bench clean
+.PHONY: demo test slow soak lint bench clean
 
 demo: $(INSTALLED)
 	$(RUN) examples/digits.py
 
 test: $(INSTALLED)
 	$(RUN) -m pytest -q
+
+slow: $(INSTALLED)
+	$(RUN) -m pytest -q -m slow
 
 soak: $(INSTALLED)
 	$(RUN) -m pytest -q -m soak -o faulthandler_timeout=0

@@ -15,6 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
+# For tests of whole programs: others stand for these, which take seconds more.
+SLOW_METHODS = [pytest.param(one, marks=pytest.mark.slow) for one in ("forkserver", "spawn")]
+METHODS = ["reexec", "fork", *SLOW_METHODS]
+
 ROOT = Path(__file__).parent.parent
 # The environment's own launchers, such as torchrun, are beside its interpreter.
 BIN = Path(sys.executable).parent

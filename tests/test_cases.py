@@ -14,7 +14,7 @@ import pytest
 
 from tests.scripts import BIN, run_program, run_python, tagged, write
 
-STRATEGIES = ["ddp", "ddp_spawn", "ddp_fork"]
+STRATEGIES = ["ddp", "ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.slow)]
 
 
 def test_c01_spawn_needs_no_main_guard(tmp_path: Path) -> None:

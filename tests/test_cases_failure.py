@@ -24,8 +24,8 @@ import pytest
 
 from tests.scripts import ROOT, Ended, run_python, tagged, write
 
-STRATEGIES = ["ddp", "ddp_spawn", "ddp_fork"]
-ALL_STRATEGIES = [*STRATEGIES, "ddp_forkserver"]
+STRATEGIES = ["ddp", "ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.slow)]
+ALL_STRATEGIES = [*STRATEGIES, pytest.param("ddp_forkserver", marks=pytest.mark.slow)]
 TRACEBACK = "Traceback (most recent call last)"
 
 
@@ -254,8 +254,8 @@ def interrupt_twice(running: Running) -> None:
         ("ddp_fork", interrupt_group),
         ("ddp_fork", interrupt_launcher),
         ("ddp_fork", interrupt_twice),
-        ("ddp_spawn", interrupt_launcher),
-        ("ddp_forkserver", interrupt_launcher),
+        pytest.param("ddp_spawn", interrupt_launcher, marks=pytest.mark.slow),
+        pytest.param("ddp_forkserver", interrupt_launcher, marks=pytest.mark.slow),
     ],
 )
 def test_c33_ctrl_c_ends_everything(
@@ -345,7 +345,11 @@ def test_c34_a_users_sigterm_handler_stays_installed(tmp_path: Path, strategy: s
 
 @pytest.mark.parametrize(
     ("strategy", "stubborn"),
-    [("ddp_spawn", 0), ("ddp_fork", 0), ("ddp", 1), ("ddp", 0)],
+    [
+        ("ddp_fork", 0),
+        ("ddp", 0),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in [("ddp_spawn", 0), ("ddp", 1)]),
+    ],
 )
 def test_c35_a_rank_that_ignores_signals_is_ended(
     tmp_path: Path, strategy: str, stubborn: int
@@ -456,7 +460,7 @@ RANK_0_IS_MISSING = r"\brank(s|\(s\))? 0\b|\bmissing 0\b"
         ("ddp", ["LOCAL_RANK"]),
         ("ddp", ["NODE_RANK"]),
         ("ddp", ["RANK"]),
-        ("ddp_spawn", ["LOCAL_RANK", "NODE_RANK", "RANK"]),
+        pytest.param("ddp_spawn", ["LOCAL_RANK", "NODE_RANK", "RANK"], marks=pytest.mark.slow),
         ("ddp_fork", ["LOCAL_RANK", "NODE_RANK", "RANK"]),
     ],
 )

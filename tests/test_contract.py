@@ -12,7 +12,15 @@ CONTRACT = Path(__file__).parent / "contract.py"
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("method", ["fork", "forkserver", "reexec", "spawn"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "fork",
+        "forkserver",
+        "reexec",
+        pytest.param("spawn", marks=pytest.mark.slow),
+    ],
+)
 def test_start_method_keeps_the_contract(method: str, tmp_path: Path) -> None:
     """Every check of the contract holds, and the script leaves nothing behind."""
     ended = run_python(CONTRACT, method, timeout=280, cwd=tmp_path)

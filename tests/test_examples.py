@@ -65,8 +65,8 @@ def test_one_process_learns_the_digits(alone: Any) -> None:
     [
         pytest.param((), "ddp", id="reexec"),
         pytest.param((), "ddp_fork", id="fork"),
-        pytest.param((), "ddp_forkserver", id="forkserver"),
-        pytest.param((), "ddp_spawn", id="spawn"),
+        pytest.param((), "ddp_forkserver", id="forkserver", marks=pytest.mark.slow),
+        pytest.param((), "ddp_spawn", id="spawn", marks=pytest.mark.slow),
         pytest.param(TORCHRUN, "ddp", id="torchrun"),
     ],
 )

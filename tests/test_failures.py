@@ -39,12 +39,19 @@ def test_every_failure_is_told_with_its_rank_and_leaves_nothing(
     take(tmp_path, method, timeout=280)
 
 
-@pytest.mark.parametrize("name", SELECTED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(one, marks=() if one.startswith(("raise/", "SIGKILL/")) else pytest.mark.slow)
+        for one in SELECTED
+    ],
+)
 def test_a_failure_of_a_re_executed_script_is_told(name: str, tmp_path: Path) -> None:
     """The same where the caller is rank 0, for some causes; each is a script of its own."""
     take(tmp_path, "reexec", name, timeout=100)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_failure_of_spawned_ranks_is_told(tmp_path: Path) -> None:
     """The same for fresh interpreters and some causes."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import ROOT, tagged, write
+from tests.scripts import METHODS, ROOT, tagged, write
 
 SCRIPT = """
     import os, subprocess, sys, threading, time
@@ -90,7 +90,7 @@ def _beyond(tag: str, spared: set[str]) -> list[int]:
     return left
 
 
-@pytest.mark.parametrize("method", ["reexec", "fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
 def test_nothing_outlives_the_launcher(tmp_path: Path, method: str, number: int) -> None:
     """The launcher ends by the signal, and no process of its world is left."""

@@ -22,9 +22,13 @@ from types import TracebackType
 
 import pytest
 
-from tests.scripts import ROOT, run_python, tagged, write
+from tests.scripts import METHODS, ROOT, SLOW_METHODS, run_python, tagged, write
 
-METHODS = ["reexec", "fork", "forkserver", "spawn"]
+# What rank 0 is in when something is typed.
+STATES = [
+    *((method, place) for method in ("reexec", "fork") for place in ("python", "collective")),
+    *(pytest.param(method, "python", marks=pytest.mark.slow) for method in ("forkserver", "spawn")),
+]
 CTRL_C = "\x03"
 CTRL_Z = "\x1a"
 
@@ -301,10 +305,7 @@ def test_rank_0_writes_to_the_terminal(tmp_path: Path, method: str) -> None:
 
 
 @needs_bash
-@pytest.mark.parametrize(
-    ("method", "place"),
-    [*((method, "python") for method in METHODS), ("reexec", "collective"), ("fork", "collective")],
-)
+@pytest.mark.parametrize(("method", "place"), STATES)
 def test_ctrl_c_is_one_keyboard_interrupt(tmp_path: Path, method: str, place: str) -> None:
     """The caller catches it, the ranks go quietly, and the next call works."""
     source = """
@@ -357,15 +358,9 @@ LOOPS = """
         print("RESULT", run(body, devices=2, start_method=sys.argv[1]))
     """
 
-STOPS = [
-    *((method, "python") for method in METHODS),
-    ("reexec", "collective"),
-    ("fork", "collective"),
-]
-
 
 @needs_bash
-@pytest.mark.parametrize(("method", "place"), STOPS)
+@pytest.mark.parametrize(("method", "place"), STATES)
 def test_ctrl_z_stops_all_and_fg_continues_all(tmp_path: Path, method: str, place: str) -> None:
     """As often as one likes, wherever rank 0 is; the call then ends as ever."""
     write(tmp_path, HEAD + LOOPS)
@@ -604,7 +599,7 @@ def test_killed_while_the_ranks_run_the_script_again(
 @needs_bash
 @INPUTS
 @pytest.mark.parametrize("moment", ["begun", "importing"])
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", SLOW_METHODS)
 def test_killed_while_the_ranks_start(
     tmp_path: Path, method: str, moment: str, redirected: str
 ) -> None:
