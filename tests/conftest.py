@@ -16,6 +16,9 @@ from torch.distributed import TCPStore
 
 from distribute.launchers import forkserver
 
+# Shells start background jobs with it ignored, and then nothing here could be interrupted.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD]
 
 
