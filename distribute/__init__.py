@@ -5,7 +5,7 @@ from __future__ import annotations
 import os as _os
 from typing import TYPE_CHECKING, Any
 
-from distribute.api import distributed, is_worker, run
+from distribute.api import distributed, is_worker, run, workers
 from distribute.decorated import Distributed
 from distribute.environment import worker_descriptors as _worker_descriptors
 from distribute.errors import (
@@ -19,6 +19,7 @@ from distribute.errors import (
     WorkerDied,
     WorkerError,
 )
+from distribute.kept import Workers
 from distribute.plan import Plan
 from distribute.request import Options
 
@@ -41,10 +42,12 @@ __all__ = [
     "RequestError",
     "WorkerDied",
     "WorkerError",
+    "Workers",
     "current",
     "distributed",
     "is_worker",
     "run",
+    "workers",
 ]
 
 

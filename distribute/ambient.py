@@ -1,4 +1,4 @@
-"""What surrounds a function invisibly: random-number streams and torch's global settings.
+"""What surrounds a function invisibly: random-number streams, torch's settings, logging.
 
 A rank runs under the launcher's surroundings, so that a call means the same under every start
 method; see docs/random.md for the rule.
@@ -7,6 +7,7 @@ method; see docs/random.md for the rule.
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 import sys
 from dataclasses import dataclass
@@ -52,14 +53,55 @@ class Streams:
 
 
 @dataclass(frozen=True)
+class Logging:
+    """How the caller's program logs: the root logger's level and its handlers for the terminal.
+
+    Attributes:
+        level: The root logger's level.
+        handlers: Of each handler its stream's name, its level and its formatter.
+    """
+
+    level: int
+    handlers: tuple[tuple[str, int, logging.Formatter | None], ...]
+
+    @classmethod
+    def capture(cls) -> Logging:
+        """Reads the configuration of this process."""
+        streams = {id(sys.stdout): "stdout", id(sys.stderr): "stderr"}
+        streams |= {id(sys.__stdout__): "stdout", id(sys.__stderr__): "stderr"}
+        root = logging.getLogger()
+        handlers: list[tuple[str, int, logging.Formatter | None]] = []
+        for one in root.handlers:
+            name = streams.get(id(getattr(one, "stream", None)))
+            # Of other kinds, files for example, a rank would open a second one.
+            if type(one) is logging.StreamHandler and name is not None:
+                plain = type(one.formatter) is logging.Formatter
+                handlers.append((name, one.level, one.formatter if plain else None))
+        return cls(root.level, tuple(handlers))
+
+    def apply(self) -> None:
+        """Configures this process in the same way, if nobody has configured it."""
+        root = logging.getLogger()
+        if root.handlers or not self.handlers:
+            return
+        root.setLevel(self.level)
+        for name, level, formatter in self.handlers:
+            handler = logging.StreamHandler(getattr(sys, name))
+            handler.setLevel(level)
+            handler.setFormatter(formatter)
+            root.addHandler(handler)
+
+
+@dataclass(frozen=True)
 class Settings:
-    """torch's process-wide settings that change what a loop computes."""
+    """Process-wide settings that change what a loop computes, or how it speaks."""
 
     default_dtype: Any
     matmul_precision: str
     deterministic: bool
     deterministic_warn_only: bool
     cudnn: tuple[bool, bool, bool]
+    logging: Logging
 
     @classmethod
     def capture(cls) -> Settings:
@@ -73,6 +115,7 @@ class Settings:
             deterministic=torch.are_deterministic_algorithms_enabled(),
             deterministic_warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
             cudnn=(cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+            logging=Logging.capture(),
         )
 
     def apply(self) -> None:
@@ -91,6 +134,7 @@ class Settings:
         if now.cudnn != self.cudnn:
             cudnn = torch.backends.cudnn
             cudnn.enabled, cudnn.benchmark, cudnn.deterministic = self.cudnn
+        self.logging.apply()
 
 
 def seed_all(seed: int) -> None:

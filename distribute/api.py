@@ -1,10 +1,8 @@
-"""The two doors: `@distributed(...)` around a function, and `run(fn, ...)` for one call."""
+"""The doors: `@distributed(...)` around a function, `run(fn, ...)` once, `workers(...)` to keep."""
 
 from __future__ import annotations
 
-import inspect
 import os
-import sys
 from collections.abc import Callable
 from typing import (
     TYPE_CHECKING,
@@ -14,13 +12,13 @@ from typing import (
     ParamSpec,
     TypeVar,
     Unpack,
-    cast,
     overload,
 )
 
 from distribute import engine
-from distribute.decorated import Distributed
+from distribute.decorated import Distributed, checked, inside
 from distribute.errors import RequestError
+from distribute.kept import Workers
 from distribute.request import Options, Request
 
 if TYPE_CHECKING:
@@ -95,7 +93,7 @@ def distributed(fn: Any = None, /, **options: Any) -> Any:
     request = Request.of(options)
 
     def decorate(function: Any) -> Distributed[..., Any]:
-        return Distributed(_checked(function, "distributed"), request)
+        return Distributed(checked(function, "distributed"), request)
 
     return decorate if fn is None else decorate(fn)
 
@@ -132,8 +130,36 @@ def run(fn: Any, /, *args: Any, **options: Any) -> Any:
     """
     __tracebackhide__ = True
     request = Request.of(options)
-    inside = inspect.unwrap(_checked(fn, "run"), stop=lambda one: not isinstance(one, Distributed))
-    return engine.call(request, inside, args, {}, engine.calling_site(inside))
+    function = inside(fn, "run")
+    return engine.call(request, function, args, {}, engine.calling_site(function))
+
+
+def workers(**options: Unpack[Options]) -> Workers:
+    """Makes workers that stay for one call after the other.
+
+    The second call finds its processes there, so it costs milliseconds, and what the first one left
+    in imported modules is still there. To be used in a `with` block, or kept in a variable and
+    closed. See docs/workers.md.
+
+    Args:
+        **options: As for `run`; without `max_restarts`, and never by re-exec. Each call has the
+            whole `deadline`, and with a `seed` starts from it.
+
+    Returns:
+        The workers; their processes start with the first `run`.
+
+    Raises:
+        RequestError: It cannot be carried out.
+        TypeError: There is no such option.
+    """
+    request = Request.of(options)
+    if "returns" in options:
+        raise RequestError(
+            f"returns={request.returns!r} for kept workers",
+            "it is the affair of each call",
+            "pass it to run",
+        )
+    return Workers(request)
 
 
 def is_worker() -> bool:
@@ -143,15 +169,3 @@ def is_worker() -> bool:
     `if not distribute.is_worker(): wandb.init(...)`.
     """
     return engine.in_worker(os.environ)
-
-
-def _checked(fn: Any, door: str) -> Callable[..., Any]:
-    if callable(fn) or isinstance(fn, classmethod | staticmethod):
-        return cast("Callable[..., Any]", fn)
-    name = sys.modules[__name__].__name__.partition(".")[0]
-    raise RequestError(
-        f"{door}({type(fn).__name__} {fn!r:.60})",
-        "it is not callable",
-        f"pass the function itself, {name}.{door}(fn) and not {name}.{door}(fn()), if this is "
-        "what it returned",
-    )

@@ -9,11 +9,15 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from typing import Any
+
+from distribute import cells
 
 # Programs that host the user's code: running them again would not lead to the user's call.
 _HOSTS = (
-    "IPython", "cProfile", "coverage", "debugpy", "ipykernel", "ipykernel_launcher", "kernprof",
-    "pdb", "profile", "py.test", "pytest", "trace", "unittest", "viztracer",
+    "bpython", "cProfile", "coverage", "debugpy", "ipykernel", "ipykernel_launcher",
+    "kernprof", "pdb", "profile", "ptipython", "ptpython", "py.test", "pydevconsole", "pydevd",
+    "pytest", "trace", "unittest", "viztracer",
 )  # fmt: skip
 
 
@@ -37,16 +41,22 @@ START = Start(sys.executable, tuple(sys.orig_argv[1:]), os.getcwd())
 
 def interactive() -> str:
     """Returns what kind of notebook or prompt this is, or an empty string."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
+    if cells.kernel() is not None:
+        return "a notebook kernel"
+    shell = cells.shell()
     if shell is not None:
-        if hasattr(shell, "kernel"):
-            return "a notebook kernel"
-        # `ipython script.py` runs a file, and leaves no prompt to type at.
-        return "" if _main_file() else "an IPython prompt"
+        return "an IPython prompt" if _prompts(shell) else ""
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return "an interactive prompt"
     return ""
+
+
+def _prompts(shell: Any) -> bool:
+    """Tells whether somebody types at this shell of IPython."""
+    # An embedded one prompts in the middle of a script. `ipython script.py` runs a file and leaves
+    # no prompt, at a prompt `%run script.py` looks the same but for this.
+    interact = getattr(shell, "embedded", False) or getattr(shell.parent, "interact", None)
+    return not _main_file() if interact is None else bool(interact)
 
 
 def command() -> tuple[tuple[str, ...], str]:

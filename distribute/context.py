@@ -16,6 +16,7 @@ from torch import nn
 from distribute import collectives, data, record
 from distribute import model as models
 from distribute.ambient import Fold
+from distribute.display import PLAIN, Display
 from distribute.errors import MainFailed
 from distribute.outcome import ORIGIN, obstacle
 from distribute.world import World
@@ -34,10 +35,15 @@ class Context:
     """A rank's view of a running call.
 
     Every member works in a world of one as well, where no process group exists.
+
+    Args:
+        world: Where the rank stands.
+        display: What rank 0's output is shown on.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, display: Display = PLAIN) -> None:
         self._world = world
+        self._display = display
         self._fold = Fold(world.rank)
         self._loaders = 0
 
@@ -262,15 +268,17 @@ class Context:
     def progress(self, iterable: Iterable[T], **options: Any) -> Iterable[T]:
         """Returns the iterable with a tqdm progress bar on rank 0.
 
+        A bar in a terminal and a notebook; elsewhere, as in a log file, a line every 10 seconds
+        at most, and one at the end.
+
         Args:
             iterable: What to iterate over.
             **options: Options of `tqdm.tqdm`, such as `desc`.
         """
-        from tqdm import tqdm
+        from distribute import progress
 
-        # The same type everywhere, so that `set_postfix` and the like work on every rank.
-        silent = options.pop("disable", False) or not self.is_main_process
-        return cast("Iterable[T]", tqdm(iterable, disable=silent, **options))
+        silent = not self.is_main_process
+        return progress.bar(iterable, self._display, silent=silent, **options)
 
     def save(self, obj: object, path: str | os.PathLike[str]) -> None:
         """Writes rank 0's object to a file with `torch.save`; every rank must call it.

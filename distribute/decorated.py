@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 import wrapt
 
 from distribute import engine, payload
+from distribute.errors import RequestError
 from distribute.plan import Plan
 from distribute.request import Request
 from distribute.task import context_position
@@ -114,3 +115,28 @@ else:
 
     def _not_called(wrapped, instance, args, kwargs):
         raise NotImplementedError  # `_Calling.__call__` stands before wrapt's
+
+
+def checked(fn: Any, door: str) -> Callable[..., Any]:
+    """Returns what was given as a function, if it is one.
+
+    Args:
+        fn: What was given.
+        door: The name of the function that it was given to.
+    """
+    if callable(fn) or isinstance(fn, classmethod | staticmethod):
+        return cast("Callable[..., Any]", fn)
+    raise RequestError(
+        f"{door}({type(fn).__name__} {fn!r:.60})",
+        "it is not callable",
+        f"pass the function itself, distribute.{door}(fn) and not distribute.{door}(fn()), if this "
+        "is what it returned",
+    )
+
+
+def inside(fn: Any, door: str) -> Callable[..., Any]:
+    """Returns the function in what was given, which may be decorated; see `checked`."""
+    found: Callable[..., Any] = inspect.unwrap(
+        checked(fn, door), stop=lambda one: not isinstance(one, Distributed)
+    )
+    return found

@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import PurePath
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -35,23 +37,39 @@ def call(
     """Runs a function as requested and returns its value or raises its exception."""
     __tracebackhide__ = True
     from distribute import context
-    from distribute.launchers import reexec
 
-    task = Task(function, args, kwargs, context_position(function))
-    check_arguments(task)
+    task = checked_task(function, args, kwargs)
     here = context.running()
     if here is not None:
         return _in_place(request, task, here)
+    arrive(task, site)
+    return carry_out(plan(request), partial(launch, task=task, site=site))
+
+
+def checked_task(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Task:
+    """Returns what a call runs; a `TypeError` if the arguments do not fit the function."""
+    task = Task(function, args, kwargs, context_position(function))
+    check_arguments(task)
+    return task
+
+
+def arrive(task: Task, site: Site) -> None:
+    """Joins the launcher, if this is a re-executed worker at its first call; returns otherwise."""
+    from distribute.launchers import reexec
+
     if reexec.arriving():
         reexec.join(task, site)
-    chosen = plan(request)
-    global _called
-    _called = True
-    return _value(chosen, _carry_out(chosen, task, site))
 
 
-def plan(request: Request) -> Plan:
-    """Returns what a call with this request would do now."""
+def plan(request: Request, *, keep: bool = False) -> Plan:
+    """Returns what a call with this request would do now.
+
+    Args:
+        request: The request.
+        keep: Whether the workers are to stay for further calls.
+    """
     from distribute import machine
     from distribute.launchers import reexec
 
@@ -60,8 +78,9 @@ def plan(request: Request) -> Plan:
         earlier_calls=_called,
         kept=None if idle is None else idle[0],
         kept_accelerator="" if idle is None else idle[1],
+        output=request.output,
     )
-    return resolve(request, os.environ, facts)
+    return resolve(request, os.environ, facts, keep=keep)
 
 
 def in_worker(environ: Mapping[str, str]) -> bool:
@@ -94,36 +113,55 @@ def _in_place(request: Request, task: Task, context: Context) -> Any:
     return context.all_gather_object(value) if request.returns == "all" else value
 
 
-def _carry_out(chosen: Plan, task: Task, site: Site) -> list[Outcome]:
+def carry_out(chosen: Plan, launch: Callable[[Plan], list[Outcome]]) -> Any:
+    """Carries a plan out, and returns the value of the call or raises its exception.
+
+    Args:
+        chosen: The plan.
+        launch: Takes the ranks through the call; made again with another plan where their
+            processes did not start working.
+    """
     __tracebackhide__ = True
+    from distribute import consumer
     from distribute.failure import NotReady
 
-    done = _attempt(chosen, task, site)
+    if isinstance(chosen.output, PurePath) and chosen.forwarded:
+        consumer.make_files(chosen.output, chosen.forwarded)
+    global _called
+    _called = True
+    done = _attempt(chosen, launch)
     if isinstance(done, NotReady):
         sys.stderr.write(
             "distribute: the forked processes did not start working, as happens when other "
             "threads were busy at that moment; the fork server takes over\n"
         )
-        done = _attempt(replace(chosen, method="forkserver"), task, site)
+        done = _attempt(replace(chosen, method="forkserver"), launch)
     if isinstance(done, BaseException):
         try:
             raise done
         finally:
             del done  # its traceback holds this frame
-    return done
+    return _value(chosen, done)
 
 
-def _attempt(chosen: Plan, task: Task, site: Site) -> list[Outcome] | BaseException:
+def _attempt(
+    chosen: Plan, launch: Callable[[Plan], list[Outcome]]
+) -> list[Outcome] | BaseException:
     from distribute.failure import Failure
 
     try:
-        return _launch(chosen, task, site)
+        return launch(chosen)
     except Failure as failure:
         # Raised outside this block, which would become part of its chain.
         return failure.news()
 
 
-def _launch(chosen: Plan, task: Task, site: Site) -> list[Outcome]:
+def launch(chosen: Plan, task: Task, site: Site) -> list[Outcome]:
+    """Has the ranks of a plan run a task, once.
+
+    Raises:
+        Failure: The call did not succeed.
+    """
     from distribute.launchers import attached, fork, forkserver, inline, reexec, spawn
 
     match chosen.method:

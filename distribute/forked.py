@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import os
 import signal
@@ -9,8 +10,9 @@ import sys
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
-from distribute import worker
+from distribute import cells, worker
 from distribute.channel import Channel
 from distribute.place import Place
 
@@ -60,15 +62,61 @@ def enter(place: Place, channel: Channel, *, group: bool) -> None:
         os.setpgid(0, os.getpgid(place.launcher))
     channel.tie(group=group)
     worker.show(channel.record)
+    theirs = sys.stdout, sys.stderr
     worker.settle(place)
+    _redirect(theirs[0], sys.stdout)
+    _redirect(theirs[1], sys.stderr)
     if not group:
         # Ctrl-C on the terminal reaches this process too; the launcher decides what it means.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if place.rank != 0:
+    if not place.reads:
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
+    _leave_kernel()
     _forget_children()
+
+
+def _redirect(theirs: Any, ours: Any) -> None:
+    """Has whoever holds a stream of the caller's, as log handlers do, write to the rank's own.
+
+    A notebook's stream hands its text to a thread that does not exist here, under a lock that was
+    copied in whatever state it was in.
+    """
+    if theirs is None or theirs is ours:
+        return
+    try:
+        theirs.write, theirs.flush = ours.write, ours.flush
+    except AttributeError:
+        pass  # an object of another make
+
+
+def _leave_kernel() -> None:
+    """Gives back what a notebook's kernel has replaced for the cells."""
+    kernel = cells.kernel()
+    if kernel is None:
+        return
+    # The kernel's own would wait for an answer that its parent gets.
+    builtins.input = _input
+    getpass: Any = sys.modules.get("getpass")
+    if getpass is not None:
+        getpass.getpass = _getpass
+    # What a rank displays, such as figures, goes through the parent to the page, which the kernel
+    # can do; against senders it does not know of it has this check.
+    kernel.session.check_pid = False
+
+
+def _input(prompt: object = "", /) -> str:
+    sys.stdout.write(str(prompt))
+    sys.stdout.flush()
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError("EOF when reading a line")
+    return line.removesuffix("\n")
+
+
+def _getpass(prompt: str = "Password: ", stream: object = None, **_: object) -> str:
+    return _input(prompt)
 
 
 def _forget_children() -> None:

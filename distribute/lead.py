@@ -23,6 +23,7 @@ from types import TracebackType
 
 from distribute import outcome, record, rendezvous, worker
 from distribute.channel import Channel
+from distribute.crew import Crew
 from distribute.ending import Worker
 from distribute.failure import Failure
 from distribute.interrupt import Guard, Signals
@@ -34,7 +35,6 @@ from distribute.plan import Plan
 from distribute.record import Record
 from distribute.supervise import Supervisor
 from distribute.task import Task
-from distribute.workers import Workers
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Led:
         failed: Whether a call has failed; its processes are gone then.
     """
 
-    workers: Workers
+    workers: Crew
     seat: worker.Seat
     plan: Plan
     failed: bool = False
@@ -105,7 +105,7 @@ class Led:
             stack.enter_context(_recorded(theirs.record))
             guard = stack.enter_context(Guard(plan.grace))
             signals = stack.enter_context(Signals())
-            forwarder = stack.enter_context(workers.forwarded())
+            forwarder = stack.enter_context(workers.forwarded(plan))
             supervisor = Supervisor(
                 [Worker(0, ours, None, ready=Ready(0)), *workers.members],
                 next_call,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ class Machine:
         kept: Device indices of living re-executed workers at their call, or None.
         kept_accelerator: Their device type.
         group: Rank, size and backend of a process group that the caller holds, or None.
+        output_exists: Whether the request's `output` names a directory that is there.
     """
 
     accelerators: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -45,15 +47,23 @@ class Machine:
     kept: tuple[int, ...] | None = None
     kept_accelerator: str = ""
     group: tuple[int, int, str] | None = None
+    output_exists: bool = False
 
 
-def read(*, earlier_calls: bool, kept: tuple[int, ...] | None, kept_accelerator: str) -> Machine:
+def read(
+    *,
+    earlier_calls: bool,
+    kept: tuple[int, ...] | None,
+    kept_accelerator: str,
+    output: object = "all",
+) -> Machine:
     """Reads the facts about this machine and this process.
 
     Args:
         earlier_calls: Whether this process has made a distributed call before.
         kept: Device indices of living re-executed workers, or None.
         kept_accelerator: Their device type.
+        output: The request's `output`.
     """
     script, no_script = command.command()
     return Machine(
@@ -71,6 +81,7 @@ def read(*, earlier_calls: bool, kept: tuple[int, ...] | None, kept_accelerator:
         kept=kept,
         kept_accelerator=kept_accelerator,
         group=_group(),
+        output_exists=isinstance(output, str) and os.path.isdir(output),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from distribute.ambient import Settings, Streams
+from distribute.display import Display
 from distribute.payload import Payload
 from distribute.plan import Plan
 
@@ -47,6 +48,7 @@ class Call:
         seed: Seed of the data order.
         streams: Random-number states to start from.
         settings: torch's settings to run under.
+        display: What the launcher's output is shown on.
         restarts: How often the world was started again before this call.
         payload: The task; None when the worker has it already.
     """
@@ -57,6 +59,7 @@ class Call:
     seed: int
     streams: Streams
     settings: Settings
+    display: Display
     restarts: int = 0
     payload: Payload | None = field(default=None)
 

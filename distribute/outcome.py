@@ -9,6 +9,7 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+from distribute import cells
 from distribute.errors import RankOutcome, RemoteTraceback, WorkerDied, WorkerError
 from distribute.home import home
 from distribute.payload import Payload, pack
@@ -136,6 +137,7 @@ class Outcome:
     def _rebuilt(self, raised: Raised) -> BaseException:
         error: BaseException | None = None
         reason = raised.unsent
+        told = cells.named(raised.traceback)
         if self.payload is not None:
             try:
                 error = _arrive(self.payload.load())
@@ -144,8 +146,8 @@ class Outcome:
             finally:
                 self.payload.close()
         if error is None:
-            error = WorkerError(self.rank, raised.type_name, raised.text, raised.traceback, reason)
-        _farthest(error).__cause__ = RemoteTraceback(raised.traceback)
+            error = WorkerError(self.rank, raised.type_name, raised.text, told, reason)
+        _farthest(error).__cause__ = RemoteTraceback(told)
         return error
 
 
@@ -226,7 +228,7 @@ def public(found: Outcome, **more: Any) -> RankOutcome:
         exit_code=found.exit_code,
         signal=found.signal,
         consequence=found.consequence or found.echo,
-        traceback="" if raised is None else raised.traceback,
+        traceback="" if raised is None else cells.named(raised.traceback),
         time=found.time,
         **(facts | more),
     )

@@ -8,7 +8,7 @@
           |
         writer                   waits for the consumer
           |
-    the launcher's own standard output and error
+    the launcher's own standard output and error, or a file for each rank
 
 Ranks that had the launcher's descriptors themselves would print into each other's lines, and stop
 when the consumer does. Nothing here waits for the end of a pipe: what a rank has started may hold
@@ -20,31 +20,30 @@ from __future__ import annotations
 import atexit
 import codecs
 import fcntl
-import io
 import os
-import select
 import selectors
 import socket
-import struct
 import sys
-import tempfile
 import termios
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
-from typing import IO, TextIO
+from pathlib import PurePath
+
+from distribute.consumer import Backlog, Consumer, File, Stream, file_of, own_streams, text
 
 _CHUNK = 1 << 16  # what a pipe holds
 _LONGEST_LINE = 1 << 20
-_MOST_IN_MEMORY = 8 << 20
 # After this an unfinished line of rank 0 is passed on: a progress bar has to move, but a line
 # that is printed in pieces had better stay whole.
 _PATIENCE = 0.05
 _CATCH_UP_SECONDS = 0.2
 _TAIL_LINES = 50
 _TAIL_CHARACTERS = 2000
+# Consumers are known by numbers: the descriptors 1 and 2, and from here on the files of the ranks.
+_FIRST_FILE = 3
 
 
 class Tap:
@@ -67,9 +66,15 @@ class Tap:
 
     @classmethod
     def open(
-        cls, rank: int, *, stdout: bool = True, stderr: bool = True
+        cls, rank: int, *, stdout: bool = True, stderr: bool = True, together: bool = False
     ) -> tuple[Tap, tuple[int | None, int | None]]:
         """Makes the pipes of a rank.
+
+        Args:
+            rank: The rank.
+            stdout: Whether its standard output is forwarded.
+            stderr: Whether its standard error is forwarded.
+            together: Whether both go to one place, where they are to be in order: one pipe then.
 
         Returns:
             The tap, and the write ends for the worker, which the caller closes once the worker
@@ -77,6 +82,8 @@ class Tap:
         """
         out = os.pipe() if stdout else (None, None)
         try:
+            if together and stderr and out[1] is not None:
+                return cls(rank, (out[0], None)), (out[1], os.dup(out[1]))
             error = os.pipe() if stderr else (None, None)
         except OSError:
             for one in out:
@@ -93,7 +100,7 @@ class Tap:
         """
         with self._lock:
             found = [*self._lines, *(line for pipe in self.pipes if (line := _seen(pipe.last)))]
-        return [_text(line)[:_TAIL_CHARACTERS] for line in found[-lines:]]
+        return [text(line)[:_TAIL_CHARACTERS] for line in found[-lines:]]
 
     def keep(self, pipe: _Pipe, data: bytes) -> None:
         """Takes note of what was read from one of the pipes."""
@@ -202,12 +209,16 @@ class Forwarder:
 
     Args:
         taps: Those of the ranks. They stay open until `finish` has returned.
+        output: `"all"`; `"main"` for rank 0's only, or `"none"`; or the directory of their files.
+            The tails are kept in any case.
     """
 
-    def __init__(self, taps: Sequence[Tap]) -> None:
+    def __init__(self, taps: Sequence[Tap], output: str | PurePath = "all") -> None:
         self._pipes = [pipe for tap in taps for pipe in tap.pipes if pipe.descriptor >= 0]
-        self._backlog = _Backlog()
-        self._sinks: dict[int, _Sink] = {}
+        self._output = output
+        self._backlog = Backlog()
+        self._streams: dict[int, Stream] = {}
+        self._consumers: dict[int, Consumer] = {}
         # Where the cursor stands in an unfinished line of rank 0: the stream that it came from.
         self._unfinished: dict[Hashable, int] = {}
         self._asked: deque[threading.Event] = deque()
@@ -216,7 +227,11 @@ class Forwarder:
 
     def start(self) -> None:
         """Begins to forward, to what are `sys.stdout` and `sys.stderr` at this moment."""
-        self._sinks = {1: _Sink(1, sys.stdout), 2: _Sink(2, sys.stderr)}
+        self._streams = own_streams()
+        self._consumers = {**self._streams}
+        if isinstance(self._output, PurePath):
+            for rank in {pipe.tap.rank for pipe in self._pipes}:
+                self._consumers[_FIRST_FILE + rank] = File(file_of(self._output, rank))
         self._selector = selectors.DefaultSelector()
         self._knock, self._knocked = socket.socketpair()
         for end in (self._knock, self._knocked):
@@ -315,7 +330,10 @@ class Forwarder:
     def _take(self, pipe: _Pipe, most: int) -> int:
         data = pipe.read(most)
         if data:
-            self._put(pipe, pipe.whole(data))
+            if isinstance(self._output, PurePath):
+                self._backlog.put(_FIRST_FILE + pipe.tap.rank, data)
+            elif self._output == "all" or (self._output == "main" and pipe.tap.rank == 0):
+                self._put(pipe, pipe.whole(data))
             return len(data)
         if data is not None:
             self._selector.unregister(pipe.descriptor)
@@ -324,7 +342,7 @@ class Forwarder:
     def _put(self, pipe: _Pipe, data: bytes) -> None:
         if not data:
             return
-        place = self._sinks[pipe.number].place
+        place = self._streams[pipe.number].place
         if pipe.tap.rank == 0:
             if data.endswith(b"\n"):
                 self._unfinished.pop(place, None)
@@ -341,7 +359,9 @@ class Forwarder:
             _late.join()
         while (part := self._backlog.get()) is not None:
             number, data = part
-            self._sinks[number].write(data)
+            self._consumers[number].write(data)
+        for consumer in self._consumers.values():
+            consumer.close()
 
 
 # The last writer, whose consumer may not have taken everything; it has waited for those before it.
@@ -353,139 +373,6 @@ def _wait_for_consumer() -> None:
     # As the interpreter does itself, when it flushes standard output at its end.
     if _late is not None:
         _late.join()
-
-
-class _Backlog:
-    """What waits for the consumer, in order: some in memory, what is more in a temporary file."""
-
-    _HEAD = struct.Struct("!BQ")
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._parts: deque[tuple[int, bytes]] = deque()
-        self._size = 0
-        self._file: IO[bytes] | None = None
-        self._begin = self._end = 0
-        self._lost = 0
-        self._closed = False
-
-    def put(self, number: int, data: bytes) -> None:
-        """Adds data for a stream; does not wait for the consumer."""
-        with self._changed:
-            if self._file is None and self._size + len(data) <= _MOST_IN_MEMORY:
-                self._parts.append((number, data))
-                self._size += len(data)
-            else:
-                self._spill(self._HEAD.pack(number, len(data)) + data)
-            self._changed.notify()
-
-    def _spill(self, record: bytes) -> None:
-        try:
-            if self._file is None:
-                self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-            if os.pwrite(self._file.fileno(), record, self._end) == len(record):
-                self._end += len(record)
-                return
-        except OSError:
-            pass
-        self._lost += len(record)
-
-    def get(self) -> tuple[int, bytes] | None:
-        """Waits for data, and returns it with the number of its stream; None at the end."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._parts or self._begin < self._end or self._lost or self._closed
-            )
-            if self._parts:
-                number, data = self._parts.popleft()
-                self._size -= len(data)
-                return number, data
-            if self._file is not None and self._begin < self._end:
-                return self._read_back(self._file)
-            self._close_file()
-            if self._lost:
-                lost, self._lost = self._lost, 0
-                return 2, f"distribute: no room for {lost} bytes of output, lost\n".encode()
-            return None
-
-    def _read_back(self, file: IO[bytes]) -> tuple[int, bytes]:
-        head = os.pread(file.fileno(), self._HEAD.size, self._begin)
-        number, size = self._HEAD.unpack(head)
-        data = os.pread(file.fileno(), size, self._begin + len(head))
-        self._begin += len(head) + size
-        if self._begin == self._end:
-            self._close_file()
-        return number, data
-
-    def _close_file(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = None
-        self._begin = self._end = 0
-
-    def close(self) -> None:
-        """Says that nothing more will come."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-
-
-class _Sink:
-    """One of the launcher's own streams; once it fails nothing more is written to it.
-
-    Attributes:
-        place: What it writes to; the same for two streams that share a terminal.
-    """
-
-    def __init__(self, number: int, stream: TextIO | None) -> None:
-        self._number = number
-        self._broken = stream is None
-        self._stream = None if _is_real(stream, number) else stream
-        self.place: Hashable = id(stream)
-        try:
-            status = os.fstat(_descriptor(stream))
-            self.place = status.st_dev, status.st_ino
-            if stream is not None:
-                stream.flush()
-        except Exception:
-            pass  # the place is known as well as can be; writing will show what is wrong
-
-    def write(self, data: bytes) -> None:
-        """Writes, for as long as the consumer needs."""
-        if self._broken:
-            return
-        try:
-            if self._stream is None:
-                _write_all(self._number, data)
-            else:
-                self._stream.write(_text(data))
-                self._stream.flush()
-        except Exception:
-            self._broken = True
-
-
-def _is_real(stream: TextIO | None, number: int) -> bool:
-    # An object of another kind is somebody's wish to see the text, whatever it wraps.
-    return _descriptor(stream) == number and isinstance(stream, io.TextIOWrapper)
-
-
-def _descriptor(stream: TextIO | None) -> int:
-    try:
-        return -1 if stream is None else stream.fileno()
-    except Exception:
-        return -1
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        try:
-            rest = rest[os.write(descriptor, rest) :]
-        except BlockingIOError:
-            # Somebody has made the terminal or pipe non-blocking; whoever shares it may.
-            waiting = select.poll()
-            waiting.register(descriptor, select.POLLOUT)
-            waiting.poll()
 
 
 def _seen(line: bytes) -> bytes:
@@ -510,7 +397,3 @@ def _whole_characters(data: bytes) -> int:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(data[-3:])
     return len(data) - len(decoder.getstate()[0])
-
-
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "backslashreplace")

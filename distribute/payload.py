@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
 
-from distribute import memory
+from distribute import cells, memory
 
 if TYPE_CHECKING:
     import torch
@@ -132,6 +132,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return reduced
         elif isinstance(obj, types.CodeType):
             # cloudpickle leaves out the file's name, which tracebacks need to show the line.
+            lines = cells.source(obj)
+            if lines:
+                return cells.rebuilt, (marshal.dumps(obj), obj.co_filename, lines)
             return marshal.loads, (marshal.dumps(obj),)
         elif "torch" in sys.modules:
             reduced = self._reduce_torch(obj)
@@ -204,6 +207,20 @@ def lookup(module_name: str, qualname: str) -> Any:
         found = getattr(found, part, None)
         if found is None:
             return None
+    return found
+
+
+def main_classes() -> dict[str, type]:
+    """Returns the classes that `__main__` defines, those inside others too, by qualified name."""
+    found: dict[str, type] = {}
+    waiting: list[object] = list(vars(sys.modules["__main__"]).values())
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, type) and one.__module__ == "__main__":
+            name = one.__qualname__
+            if name not in found and lookup("__main__", name) is one:
+                found[name] = one
+                waiting += vars(one).values()
     return found
 
 

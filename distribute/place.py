@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from distribute import cells
 from distribute.environment import WORKER_MARKER
 
 # Those that a child must not inherit: they belong to the launcher's own start.
@@ -30,6 +31,7 @@ class Place:
         argv: Its `sys.argv`.
         launcher: Process id of the launcher.
         port: Port of the rendezvous store.
+        reads: Whether its standard input is the launcher's; otherwise it is empty.
     """
 
     rank: int
@@ -44,6 +46,7 @@ class Place:
     argv: list[str]
     launcher: int
     port: int
+    reads: bool = False
 
 
 # What a rank's environment has and the launcher's need not have.
@@ -85,6 +88,8 @@ def places(
             argv=list(sys.argv),
             launcher=os.getpid(),
             port=port,
+            # A notebook has no standard input; what its kernel has need never end.
+            reads=rank == 0 and cells.kernel() is None,
         )
         for rank, index in enumerate(devices)
     ]

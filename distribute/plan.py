@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any, Literal, cast
 
 from distribute.environment import External, external_world
@@ -22,6 +23,7 @@ from distribute.request import (
     indices,
     number,
     one_of,
+    output,
     seconds,
     seed,
 )
@@ -52,6 +54,7 @@ class Plan:
         max_restarts: How often the world may be started again.
         returns: `"main"` or `"all"`.
         seed: Seed of the random-number generators, or None.
+        output: `"all"`, `"main"` or `"none"`, or the directory of the ranks' files.
         command: What re-executed workers run.
         cores: CPU cores to share out.
         external: The world of an external launcher.
@@ -71,6 +74,7 @@ class Plan:
     max_restarts: int = 0
     returns: Literal["main", "all"] = "main"
     seed: int | None = None
+    output: str | PurePath = "all"
     command: tuple[str, ...] = ()
     cores: int = 1
     external: External | None = None
@@ -85,6 +89,8 @@ class Plan:
             lines.append(f"command       {shlex.join(self.command)}")
         if self.method not in ("inline", "attached"):
             lines.append("environment   " + self._environment())
+        if self.output != "all":
+            lines.append("output        " + self._output())
         return "\n".join(lines)
 
     def _group(self) -> str:
@@ -99,6 +105,27 @@ class Plan:
             for rank, index in enumerate(self.devices)
         )
 
+    @property
+    def detached(self) -> bool:
+        """Whether the output of rank 0 is not to come to the launcher's own streams."""
+        return self.output not in ("all", "main")
+
+    @property
+    def forwarded(self) -> range:
+        """The ranks whose output is forwarded: they are in processes of their own."""
+        if self.method in ("inline", "attached"):
+            return range(0)
+        return range(self.method == "reexec", self.world_size)
+
+    def _output(self) -> str:
+        if isinstance(self.output, PurePath):
+            told = f"in {self.output}/rank-N.log, N the rank"
+        else:
+            told = "of rank 0" if self.output == "main" else "of no rank"
+        if self.detached and 0 not in self.forwarded:
+            told += "; rank 0 is the caller and prints as ever"
+        return told
+
     def _environment(self) -> str:
         threads = max(1, self.cores // len(self.devices))
         return (
@@ -108,13 +135,16 @@ class Plan:
         )
 
 
-def resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> Plan:
+def resolve(
+    request: Request, environ: Mapping[str, str], machine: Machine, *, keep: bool = False
+) -> Plan:
     """Decides what a call does.
 
     Args:
         request: What the user said.
         environ: Environment variables.
         machine: Facts about the machine and this process.
+        keep: Whether the workers are to stay for further calls.
 
     Raises:
         RequestError: It cannot be done; nothing was started.
@@ -134,13 +164,17 @@ def resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> P
         "max_restarts": number("max_restarts", request.max_restarts, 0),
         "returns": returns,
         "seed": seed(request.seed),
+        "output": output(request.output, exists=machine.output_exists),
         "cores": machine.cores,
     }
+    if keep:
+        _check_kept(rest)
     if machine.group is not None:
         rank, size, held = machine.group
         reason = f"this process already holds a process group ({held}, rank {rank} of {size})"
         nodes = num_nodes if external is None else external.num_nodes
         _check_attached(rest, external, machine)
+        _check_output(rest["output"], size, "this process is a rank of a group that it holds")
         asked = None if request.devices == "auto" else len(devices) * nodes
         if asked not in (None, size):
             raise RequestError(
@@ -155,6 +189,7 @@ def resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> P
     if external is not None:
         _check_external(request, external)
         _check_attached(rest, external, machine)
+        _check_output(rest["output"], external.world_size, f"{external.by} started this rank")
         return Plan(
             "attached", f"{external.by} started this process", devices=devices, backend=backend,
             world_size=external.world_size, num_nodes=external.num_nodes, external=external, **rest,
@@ -166,8 +201,11 @@ def resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> P
             "start the script on every node with torchrun, "
             f"`torchrun --nnodes {num_nodes} --nproc-per-node {len(devices)} ...`",
         )
-    kept = machine.kept == devices and machine.kept_accelerator == accelerator
-    method, reason = _method(wanted, len(devices), kept, machine, rest)
+    if keep:
+        method, reason = _method_kept(wanted, machine)
+    else:
+        idle = machine.kept == devices and machine.kept_accelerator == accelerator
+        method, reason = _method(wanted, len(devices), idle, machine, rest)
     return Plan(
         method, reason, devices=devices, backend=backend, world_size=len(devices),
         command=machine.script if method == "reexec" else (), **rest,
@@ -200,27 +238,50 @@ def _method(
     # Freeing rank 0 takes signals, which only the main thread gets.
     kept = kept and machine.main_thread
     if wanted is not None:
-        obstacle = _OBSTACLES[wanted](machine, kept, restarts)
-        if obstacle:
-            raise RequestError(f"start method {wanted!r}", *obstacle)
-        return wanted, "it was asked for"
+        return _asked_for(wanted, _OBSTACLES[wanted](machine, kept, restarts))
     # Without the main thread nobody could end the function at its deadline.
     if world_size == 1 and not restarts and (limits["deadline"] is None or machine.main_thread):
         return "inline", "one process needs no other"
+    obstacle = _no_reexec(machine, kept, restarts)
+    if not obstacle and not machine.interactive:
+        return "reexec", (
+            "the workers of the first call are idle at theirs"
+            if kept
+            else "the first call of a script that can be run again"
+        )
+    return _beside(machine, *obstacle[:1])
+
+
+def _method_kept(wanted: StartMethod | None, machine: Machine) -> tuple[Method, str]:
+    # One process too: what the calls leave in it is not to be in the caller.
+    if wanted == "reexec":
+        return _asked_for(wanted, _KEPT)
+    if wanted is not None:
+        return _asked_for(wanted, _OBSTACLES[wanted](machine, False, 0))
+    return _beside(machine, "the workers are kept for further calls")
+
+
+_KEPT = (
+    "kept workers are processes beside the caller, and rank 0 of a re-executed script is the "
+    "caller itself",
+    'leave the start method to "auto"',
+)
+
+
+def _asked_for(wanted: StartMethod, obstacle: tuple[str, ...]) -> tuple[Method, str]:
+    if obstacle:
+        raise RequestError(f"start method {wanted!r}", *obstacle)
+    return wanted, "it was asked for"
+
+
+def _beside(machine: Machine, why: str = "") -> tuple[Method, str]:
+    """Chooses for ranks that are all processes beside the caller."""
     if machine.interactive:
         # A kernel always has threads of its own, which wait for messages: a fork proves itself.
         why_not = _unsafe_fork(replace(machine, other_threads=False))
         if why_not:
             return "forkserver", f"{machine.interactive}, where {why_not}"
         return "fork", f"{machine.interactive}: the workers see what the cells made"
-    obstacle = _no_reexec(machine, kept, restarts)
-    if not obstacle:
-        return "reexec", (
-            "the workers of the first call are idle at theirs"
-            if kept
-            else "the first call of a script that can be run again"
-        )
-    why = obstacle[0]
     unsafe = _unsafe_fork(machine)
     if unsafe:
         return "forkserver", f"{why}, and {unsafe}"
@@ -353,6 +414,16 @@ def _backend(request: Request, machine: Machine, accelerator: str) -> str:
     return str(asked).lower()
 
 
+def _check_kept(limits: Mapping[str, Any]) -> None:
+    restarts = limits["max_restarts"]
+    if restarts:
+        raise RequestError(
+            f"max_restarts={restarts} for kept workers",
+            "a call that fails ends them, and the next call starts them again",
+            "leave it out, or use distribute.run, which makes the same call again",
+        )
+
+
 def _check_attached(limits: Mapping[str, Any], external: External | None, machine: Machine) -> None:
     restarts = limits["max_restarts"]
     if restarts and external is None:
@@ -372,6 +443,17 @@ def _check_attached(limits: Mapping[str, Any], external: External | None, machin
             f"deadline={limits['deadline']:g} in a thread",
             "this process is a rank itself, and only its main thread can be made to leave",
             "call from the main thread, or leave it out",
+        )
+
+
+def _check_output(asked: str | PurePath, world_size: int, fact: str) -> None:
+    # In a world of one everything works: there is no other rank whose output could be in the way.
+    if asked != "all" and world_size > 1:
+        raise RequestError(
+            f"output={str(asked)!r}",
+            f"{fact}, and it prints where its process does",
+            "leave it out here, and print with ctx.print or redirect it where the processes are "
+            "started",
         )
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from traceback import FrameSummary, StackSummary, extract_stack
 from types import FrameType
 
-from distribute import memory
+from distribute import cells, memory
 
 # Asks a rank for its stack. A real-time signal: SIGUSR1 and SIGUSR2 are the user's.
 SIGNAL: int = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else signal.SIGQUIT
@@ -61,7 +61,7 @@ class Operation:
     completed: int
 
     def __str__(self) -> str:
-        return f"{self.name} at {os.path.basename(self.file)}:{self.line}"
+        return f"{self.name} at {cells.short(self.file)}:{self.line}"
 
 
 class Record:
@@ -109,6 +109,11 @@ class Record:
         faulthandler.register(SIGNAL, file=self.descriptor, all_threads=False, chain=False)
         if self._page is not None:
             self._page[8:16] = struct.pack("<Q", 1)
+
+    def fresh(self) -> None:
+        """Forgets the collectives of earlier calls."""
+        self._completed = 0
+        self._write(b"", _LEFT)
 
     @contextmanager
     def operation(self, name: str, frame: FrameType | None) -> Generator[None]:
@@ -247,6 +252,12 @@ def use(record: Record | None) -> None:
     """Makes a record that of this process."""
     global _mine
     _mine = record
+
+
+def fresh() -> None:
+    """Forgets this rank's collectives of earlier calls."""
+    if _mine is not None:
+        _mine.fresh()
 
 
 @contextmanager

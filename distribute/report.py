@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from traceback import FrameSummary, StackSummary
 from typing import Any
 
-from distribute import record
+from distribute import cells, record
 from distribute.cgroup import OutOfMemory
 from distribute.ending import Worker
 from distribute.errors import RankOutcome, signal_name
@@ -56,7 +56,7 @@ class Sighting:
         inside, frame = _call(self.stack)
         if frame is None:
             return self.state if self.left else f"is {self.state}"
-        place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+        place = f"{cells.short(frame.filename)}:{frame.lineno}"
         return f"is in {inside} at {place}" if inside else f"is at {place}, in {frame.name}"
 
 
@@ -137,10 +137,14 @@ def described(sightings: Sequence[Sighting], cause: int | None) -> str:
     lines = ["; ".join(f"rank {one.rank} {one.where}" for one in sightings)]
     for one in sightings:
         lines.append(f"rank {one.rank} (process {one.pid}): {one.state}{_last(one.operation)}")
-        lines += "".join(one.stack.format()).splitlines()
+        lines += _text(one.stack).splitlines()
         if one.rank != cause:
-            lines += [f"  {line}" for line in one.traceback.splitlines()]
+            lines += [f"  {line}" for line in cells.named(one.traceback).splitlines()]
     return "\n".join(lines)
+
+
+def _text(stack: StackSummary) -> str:
+    return cells.named("".join(stack.format()))
 
 
 def _last(operation: Operation | None) -> str:
@@ -185,7 +189,7 @@ def _outcome(worker: Worker, found: Outcome, seen: Sighting | None) -> RankOutco
     if worker.ready is None and found.kind not in ("returned", "raised"):
         more["kind"] = "never started"
     if not found.stack and seen is not None:
-        more["stack"] = "".join(seen.stack.format())
+        more["stack"] = _text(seen.stack)
     operation = worker.channel.record.last()
     return public(
         found,
@@ -212,7 +216,7 @@ def died(worker: Worker, code: int, detail: str, memory: OutOfMemory) -> Outcome
         exit_code=code if number is None else None,
         detail=detail,
         hint=memory.hint() if number == signal.SIGKILL else "",
-        stack="".join(worker.channel.record.stack().format()),
+        stack=_text(worker.channel.record.stack()),
         output=tail(worker),
     )
 

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from os import PathLike, fsdecode
+from pathlib import PurePath
 from typing import Any, Literal, TypedDict, cast
 
 from distribute.errors import RequestError
@@ -53,6 +55,11 @@ class Options(TypedDict, total=False):
             collective or training step had been completed. Default 0.
         seed: Seed of torch, numpy and `random` in the function. Default: go on with the caller's
             streams.
+        output: What becomes of the ranks' standard output and error: `"all"` shows it, that of
+            the ranks above 0 with `[rank] ` before each line; `"main"` shows rank 0's only,
+            `"none"` nothing; a directory gets a file of each rank, `rank-0.log` and so on. It is
+            a path object, a string with a `/`, or the name of one that exists. A rank 0 that is
+            the calling process prints as ever. Default `"all"`.
     """
 
     devices: int | Sequence[int] | Literal["auto"]
@@ -67,6 +74,7 @@ class Options(TypedDict, total=False):
     grace: float | timedelta
     max_restarts: int
     seed: int | None
+    output: str | PathLike[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +94,7 @@ class Request:
     max_restarts: int = 0
     returns: str = "main"
     seed: int | None = None
+    output: str | PathLike[str] = "all"
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Request:
@@ -137,6 +146,30 @@ def one_of(name: str, value: object, valid: tuple[str, ...]) -> str:
         f"there are {', '.join(map(repr, valid))}",
         f"did you mean {near[0]!r}?" if near else "pass one of them",
     )
+
+
+def output(value: object, *, exists: bool) -> str | PurePath:
+    """Returns one of the words `"all"`, `"main"` and `"none"`, or the path of a directory.
+
+    Args:
+        value: What was given.
+        exists: Whether it names a directory that is there.
+    """
+    if isinstance(value, PathLike):
+        return PurePath(fsdecode(cast("PathLike[str]", value)))
+    words = ("all", "main", "none")
+    if isinstance(value, str):
+        if value in words:
+            return value
+        if exists or "/" in value:
+            return PurePath(value)
+        if not difflib.get_close_matches(value, words, 1):
+            raise RequestError(
+                f"output={value!r}",
+                f"there are {', '.join(map(repr, words))}, and no directory of that name",
+                f"pass one of them, or {'./' + value!r} for a directory that is to be made",
+            )
+    return one_of("output", value, words)
 
 
 def number(name: str, value: object, least: int) -> int:

@@ -26,11 +26,13 @@ from typing import Any, NoReturn
 from distribute import ambient, devices, outcome, record, rendezvous
 from distribute.channel import Channel
 from distribute.context import Context, entered
+from distribute.display import PLAIN
 from distribute.environment import WORKER_MARKER
 from distribute.interrupt import WorldEnded
 from distribute.link import Link, WatchedLink
 from distribute.messages import Call, Close, Go, Joined, Joining, Ready, Stop
 from distribute.outcome import Outcome
+from distribute.payload import main_classes
 from distribute.place import Place, marked
 from distribute.record import Record
 from distribute.rendezvous import Rendezvous
@@ -47,8 +49,13 @@ class Seat:
         self._listening = listening
         self._rendezvous: Rendezvous | None = None
 
-    def join(self, call: Call) -> Context:
-        """Joins the process group of a call, if the world has more than one rank."""
+    def join(self, call: Call, *, local: bool) -> Context:
+        """Joins the process group of a call, if the world has more than one rank.
+
+        Args:
+            call: The call.
+            local: Whether this is the calling process.
+        """
         plan, rank = call.plan, self.place.rank
         if plan.world_size > 1:
             if self._rendezvous is None:
@@ -81,7 +88,7 @@ class Seat:
             grouped=plan.world_size > 1,
             restart_count=call.restarts,
         )
-        return Context(world)
+        return Context(world, PLAIN if plan.detached and not local else call.display)
 
     def free(self) -> None:
         """Frees whoever waits in the store; called by the supervisor's thread."""
@@ -118,10 +125,11 @@ def run_call(
         guarded: Runs a function such that the supervisor can free it, or None.
     """
     rank = seat.place.rank
+    record.fresh()
     try:
         task = take()
         link.send(Joining(rank))
-        context = seat.join(call)
+        context = seat.join(call, local=local)
         link.send(Joined(rank))
         while not isinstance(message := link.receive(), Go):
             if isinstance(message, Stop):
@@ -276,18 +284,17 @@ def main(descriptor: int, life: int, record: int) -> NoReturn:
     place: Place = channel.receive()
     listening: int | None = channel.receive()
     settle(place)
-    link = WatchedLink(channel, group=os.getpgrp() == os.getpid())
+    group = os.getpgrp() == os.getpid()
+    if not group:
+        # Ctrl-C on the terminal reaches this process too; the launcher decides what it means.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    link = WatchedLink(channel, group=group)
     serve(link, Seat(place, listening), ready=Ready(place.rank))
 
 
 def main_names() -> frozenset[str]:
     """Returns the qualified names of the classes that this process's `__main__` defines."""
-    found = vars(sys.modules["__main__"])
-    return frozenset(
-        one.__qualname__
-        for one in found.values()
-        if isinstance(one, type) and one.__module__ == "__main__"
-    )
+    return frozenset(main_classes())
 
 
 def flush() -> None:

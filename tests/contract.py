@@ -1,7 +1,7 @@
-"""What every start method promises, as a script: `python contract.py METHOD`.
+"""What every start method promises, as a script: `python contract.py METHOD [kept]`.
 
-Run by test_contract.py, and by nothing of pytest: re-exec needs a script of its own. Each check
-prints a line; the last line counts them.
+Run by test_contract.py and test_kept.py, and by nothing of pytest: re-exec needs a script of its
+own. Each check prints a line; the last line counts them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,30 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
 import distribute
-from distribute import Context, RequestError, WorkerDied, current, distributed, run
+from distribute import Context, RequestError, WorkerDied, Workers, current, distributed
 
 METHOD = sys.argv[1] if len(sys.argv) > 1 else "fork"
 # Re-exec serves the first call of a script; the automatic choice goes on from there.
 FIRST = {"start_method": METHOD}
 LATER = {} if METHOD == "reexec" else FIRST
+
+# With "kept", what `run` would start afresh each time is kept for the next call with its options.
+KEPT: dict[str, Workers] | None = {} if "kept" in sys.argv[2:] else None
+
+
+def run(fn: Callable[..., Any], *args: Any, returns: Any = "main", **options: Any) -> Any:
+    if KEPT is None:
+        return distribute.run(fn, *args, returns=returns, **options)
+    key = repr(sorted(options.items()))
+    if key not in KEPT:
+        KEPT[key] = distribute.workers(**options)
+    return KEPT[key].run(fn, *args, returns=returns)
+
 
 VARIABLES = (
     "RANK",
@@ -299,7 +313,7 @@ def evaluate(ctx: Context, value: int) -> int:
 def a_call_inside_a_call_runs_in_place() -> None:
     def body(ctx: Context) -> tuple[int, str]:
         try:
-            run(lambda: 1, devices=3)
+            distribute.run(lambda: 1, devices=3)
         except RequestError as error:
             return evaluate(21), str(error)
         raise AssertionError("another world was not refused")

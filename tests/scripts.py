@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import glob
 import os
+import pty
 import re
+import select
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
 import time
 import uuid
@@ -101,6 +104,40 @@ def run_program(
     _kill(left)
     assert not left, f"processes left: {left}\n{out}\n{err}"
     return Ended(process.returncode, out, err)
+
+
+def on_terminal(
+    *command: str | Path, columns: int = 80, cwd: Path | None = None, timeout: float = 60
+) -> str:
+    """Runs `python COMMAND...` with output to a terminal, and returns what that has got."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, columns))
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with os.fdopen(ours, "rb", buffering=0) as screen:
+        process = subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+        )
+        os.close(theirs)
+        text = b""
+        limit = time.monotonic() + timeout
+        try:
+            while select.select([screen], [], [], max(0.0, limit - time.monotonic()))[0]:
+                try:
+                    text += screen.read(65536)
+                except OSError:
+                    break  # nobody has the terminal open any more
+            else:
+                raise AssertionError(f"no end after {timeout} s\n{text.decode()}")
+        finally:
+            process.kill()
+            process.wait()
+    return text.decode()
 
 
 def tagged(tag: str) -> list[int]:

@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from distribute import Context, current, distributed, memory, run
+from distribute import Context, current, distributed, memory, run, workers
 from distribute.command import Start
 from distribute.machine import Machine
 from distribute.plan import resolve
@@ -298,6 +298,26 @@ def word(ground: Ground) -> list[str]:
 
 
 @producer
+def output(ground: Ground) -> list[str]:
+    (ground.path / "rank-1.log").mkdir()
+    held = Machine(group=(0, 2, "gloo"))
+    return [
+        *(refused(CPU, output=value) for value in ("mian", "logs", 3)),
+        told(lambda: run(print, output="/dev/null/logs", **FORK)),
+        told(lambda: run(print, output=ground.path, **FORK)),
+        *(refused(CPU, TORCHRUN, output=value) for value in ("main", "./logs")),
+        refused(held, output="none"),
+    ]
+
+
+@producer
+def output_file(ground: Ground) -> list[str]:
+    (ground.path / "rank-1.log").symlink_to("/dev/full")
+    run(lambda ctx: print(ctx.rank), output=ground.path, **FORK)
+    return [ground.written()]
+
+
+@producer
 def devices(ground: Ground) -> list[str]:
     return [refused(CPU, devices=one) for one in (0, [], [-1], [1, 1], "2", True, 2.0)]
 
@@ -416,6 +436,33 @@ def variables(ground: Ground) -> list[str]:
 @producer
 def nested(ground: Ground) -> list[str]:
     return [on_two(lambda ctx: run(lambda: None, devices=3))]
+
+
+@producer
+def kept(ground: Ground) -> list[str]:
+    return [
+        told(lambda: workers(start_method="reexec")),
+        told(lambda: workers(max_restarts=2)),
+        told(lambda: workers(returns="all")),  # type: ignore[call-arg]
+    ]
+
+
+@producer
+def kept_nested(ground: Ground) -> list[str]:
+    return [alone(lambda ctx: workers(devices=2))]
+
+
+@producer
+def kept_use(ground: Ground) -> list[str]:
+    with workers(devices=2, start_method="forkserver") as mine:
+        texts = [told(lambda: mine.run(lambda: mine.world_size))]
+        caller = threading.Thread(target=mine.run, args=(time.sleep, 3))
+        caller.start()
+        while "not started" in repr(mine):
+            time.sleep(0.01)
+        texts += [told(lambda: mine.run(time.sleep, 0)), told(mine.close)]
+        caller.join()
+    return [*texts, told(lambda: mine.run(time.sleep, 0))]
 
 
 @producer

@@ -15,27 +15,29 @@ PACKAGE = Path(__file__).parent.parent / "distribute"
 LAYERS = """
 __init__
 api
+kept
 decorated
 engine
 launchers.attached launchers.fork launchers.forkserver launchers.inline launchers.reexec launchers.spawn
 lead server
-workers forked
+crew forked
 supervise worker
 report arrival stopping
 failure
 context
 model data
 loading
-asked indices iterables transfer
+asked indices iterables progress transfer
 collectives randomness
 sharding
 ending deadline meeting outcome task link
 messages
 plan channel
-machine request place payload home
+display machine request place payload home
 record output
+consumer
 ambient cgroup command devices environment interrupt memory openmp process rendezvous tree world
-errors lifeline
+cells errors lifeline
 launchers.__init__
 """  # noqa: E501
 RANK = {name: -row for row, line in enumerate(LAYERS.split("\n")) for name in line.split()}

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 from distribute import Context, WorkerDied, engine, forked, rendezvous, worker
+from distribute.crew import Crew, make_all, planned_places
 from distribute.failure import Failure
 from distribute.launchers.fork import _Forker
 from distribute.lead import Led
 from distribute.plan import Plan
 from distribute.request import Request
 from distribute.task import Task
-from distribute.workers import Workers, make_all, planned_places
 
 STATES: dict[str, Callable[[Context, torch.nn.Module, object], None]] = {}
 CAUSES = ("raise", "kill", "exit")
@@ -170,7 +170,7 @@ def led(plan: Plan, task: Task) -> Led:
     port = listening.getsockname()[1]
     places = planned_places(plan, port)
     members = make_all(places[1:], _Forker(task).fork, None)
-    return Led(Workers(members, port), worker.Seat(places[0], listening.detach()), plan)
+    return Led(Crew(members, port), worker.Seat(places[0], listening.detach()), plan)
 
 
 def fail(name: str, cause: str) -> float:

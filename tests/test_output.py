@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -14,11 +15,14 @@ import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
 
 import pytest
 
+from distribute import Context, RequestError, WorkerDied, consumer, distributed, run
 from distribute.output import Forwarder, Tap
-from tests.scripts import ROOT, run_python
+from tests.scripts import ROOT, on_terminal, run_python, write
 
 
 class Screen(io.StringIO):
@@ -62,11 +66,13 @@ class World:
 
 
 @contextmanager
-def opened(ranks: int) -> Generator[tuple[list[Tap], list[tuple[int, int]]]]:
+def opened(
+    ranks: int, *, together: bool = False
+) -> Generator[tuple[list[Tap], list[tuple[int, int]]]]:
     taps: list[Tap] = []
     ends: list[tuple[int, int]] = []
     for rank in range(ranks):
-        tap, (out, err) = Tap.open(rank)
+        tap, (out, err) = Tap.open(rank, together=together)
         assert out is not None
         assert err is not None
         taps.append(tap)
@@ -81,11 +87,13 @@ def opened(ranks: int) -> Generator[tuple[list[Tap], list[tuple[int, int]]]]:
 
 
 @contextmanager
-def forwarding(ranks: int, *, same: bool = False) -> Generator[World]:
+def forwarding(
+    ranks: int, *, same: bool = False, together: bool = False, output: str | PurePath = "all"
+) -> Generator[World]:
     out = Screen()
     err = out if same else Screen()
-    with opened(ranks) as (taps, ends):
-        world = World(out, err, taps, ends, Forwarder(taps))
+    with opened(ranks, together=together) as (taps, ends):
+        world = World(out, err, taps, ends, Forwarder(taps, output))
         with redirect_stdout(out), redirect_stderr(err):
             world.forwarder.start()
         try:
@@ -722,3 +730,301 @@ def test_a_forked_process_does_not_keep_the_pipes_of_others(world: World):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     world.write(1, "still heard\n")
     world.out.wait("[1] still heard\n")
+
+
+# -- standard output and error in one place ----------------------------------------------------
+
+
+def test_two_streams_of_one_place_share_a_pipe_and_keep_their_order():
+    with forwarding(2, together=True) as world:
+        for number in range(50):
+            world.write(1, f"out {number}\n")
+            world.write(1, f"err {number}\n", stream=2)
+        world.forwarder.finish()
+
+    expected = [f"{stream} {number}" for number in range(50) for stream in ("out", "err")]
+    assert world.out.getvalue().splitlines() == [f"[1] {line}" for line in expected]
+    assert world.err.getvalue() == ""
+    assert world.taps[1].tail(4) == expected[-4:]
+
+
+def test_no_descriptor_is_left_where_a_pipe_cannot_be_shared(monkeypatch: pytest.MonkeyPatch):
+    def refuse(descriptor: int) -> int:
+        raise OSError("none left")
+
+    before = set(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "dup", refuse)
+        with pytest.raises(OSError, match="none left"):
+            Tap.open(1, together=True)
+
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_captured_streams_are_not_in_one_place():
+    screen = Screen()
+    with redirect_stdout(screen), redirect_stderr(screen):
+        assert not consumer.together()  # each might be another one in the next call
+
+
+# Ranks that write to both streams in turns.
+IN_TURNS = """
+    import sys
+    from distribute import distributed
+
+    @distributed(devices=2)
+    def train(ctx):
+        for number in range(100):
+            print(f"{ctx.rank} out {number}")
+            print(f"{ctx.rank} err {number}", file=sys.stderr)
+
+    if __name__ == "__main__":
+        train()
+    """
+
+
+@pytest.mark.parametrize("method", ["reexec", "fork"])
+def test_the_order_is_kept_on_the_way_into_one_file(tmp_path: Path, method: str):
+    """As with `python train.py > log 2>&1`."""
+    script = write(tmp_path, IN_TURNS)
+    if method == "fork":
+        script.write_text(script.read_text().replace("(devices", "(strategy='ddp_fork', devices"))
+    with open(tmp_path / "log", "wb") as log:
+        subprocess.run(
+            [sys.executable, script],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+            check=True,
+            timeout=60,
+        )
+
+    lines = (tmp_path / "log").read_text().splitlines()
+    for rank, mark in ((0, ""), (1, "[1] ")):
+        mine = [line for line in lines if line.startswith(f"{mark}{rank} ")]
+        assert mine == [
+            f"{mark}{rank} {stream} {number}" for number in range(100) for stream in ("out", "err")
+        ]
+    assert len(lines) == 400
+
+
+# -- the option --------------------------------------------------------------------------------
+
+FORK: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork"}
+METHODS = [
+    "fork",
+    "forkserver",
+    pytest.param("spawn", marks=pytest.mark.slow),
+]
+
+
+def speak(ctx: Context, text: str = "") -> None:
+    print(f"{text}out {ctx.rank}")
+    print(f"{text}err {ctx.rank}", file=sys.stderr)
+    ctx.barrier()
+
+
+def speak_and_die(ctx: Context) -> None:
+    speak(ctx)
+    if ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ctx.barrier()
+
+
+def read(directory: Path) -> dict[str, str]:
+    return {path.name: path.read_bytes().decode() for path in sorted(directory.iterdir())}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("output", "out", "err"),
+    [
+        ("all", "out 0\n[1] out 1\n", "err 0\n[1] err 1\n"),
+        ("main", "out 0\n", "err 0\n"),
+        ("none", "", ""),
+    ],
+)
+def test_the_ranks_that_are_shown(
+    capfd: pytest.CaptureFixture[str], method: str, output: str, out: str, err: str
+):
+    run(speak, devices=2, start_method=method, output=output)
+
+    found = capfd.readouterr()
+    assert sorted(found.out.splitlines()) == sorted(out.splitlines())
+    assert sorted(found.err.splitlines()) == sorted(err.splitlines())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_directory_gets_a_file_of_each_rank(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], method: str
+):
+    """Both streams in order, and nothing where the launcher prints."""
+    directory = tmp_path / "new" / "logs"
+
+    run(speak, devices=2, start_method=method, output=directory)
+
+    assert read(directory) == {
+        "rank-0.log": "out 0\nerr 0\n",
+        "rank-1.log": "out 1\nerr 1\n",
+    }
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_one_rank_beside_the_caller_has_a_file_too(tmp_path: Path, devices: int):
+    run(speak, devices=devices, strategy="ddp_fork", output=str(tmp_path))
+
+    assert sorted(read(tmp_path)) == ["rank-0.log", "rank-1.log"][:devices]
+
+
+def test_a_file_has_every_byte():
+    """Carriage returns, an unfinished line and what is no text."""
+    data = b"\r 10%\r 20%\na\r\n\xff\xe9 last"
+    with tempfile.TemporaryDirectory() as directory:
+        with forwarding(2, output=PurePath(directory)) as world:
+            for rank in (0, 1):
+                for byte in data:
+                    world.write(rank, bytes([byte]))
+            world.forwarder.finish(10)
+            assert world.out.getvalue() == ""
+        files = [path.read_bytes() for path in sorted(Path(directory).iterdir())]
+
+    assert files == [data, data]
+    assert world.taps[1].tail() == [" 20%", "a", "\\xff\\xe9 last"]
+
+
+def test_a_further_call_adds_to_the_files(tmp_path: Path):
+    """A run that is started again does not lose what the first one has said."""
+    run(speak, "1 ", output=tmp_path, **FORK)
+    run(speak, "2 ", output=tmp_path, **FORK)
+
+    assert read(tmp_path)["rank-1.log"] == "1 out 1\n1 err 1\n2 out 1\n2 err 1\n"
+
+
+def test_restarted_ranks_go_on_in_their_files(tmp_path: Path):
+    def body(ctx: Context) -> None:
+        print(f"start {ctx.restart_count}")
+        ctx.barrier()
+        if ctx.restart_count == 0 and ctx.rank == 1:
+            raise ValueError
+
+    run(body, output=tmp_path, max_restarts=1, **FORK)
+
+    assert read(tmp_path)["rank-1.log"] == "start 0\nstart 1\n"
+
+
+@pytest.mark.parametrize("output", ["main", "none", "directory"])
+def test_the_last_lines_of_a_dead_rank_are_known_in_any_case(tmp_path: Path, output: str):
+    where = tmp_path if output == "directory" else output
+    with pytest.raises(WorkerDied) as caught:
+        run(speak_and_die, output=where, **FORK)
+
+    assert sorted(caught.value.output) == ["err 1", "out 1"]
+
+
+def test_nothing_starts_where_the_files_cannot_be_made(tmp_path: Path):
+    def body(ctx: Context) -> None:
+        (tmp_path / "started").touch()
+
+    (tmp_path / "file").touch()
+    (tmp_path / "logs" / "rank-1.log").mkdir(parents=True)
+
+    with pytest.raises(RequestError) as caught:
+        run(body, output=tmp_path / "file" / "logs", **FORK)
+    assert caught.value.given == f"output='{tmp_path}/file/logs'"
+    assert caught.value.fact == f"{tmp_path}/file/logs cannot be made (Not a directory)"
+    assert caught.value.advice
+    with pytest.raises(RequestError, match=r"rank-1\.log cannot be written \(Is a directory\)"):
+        run(body, output=tmp_path / "logs", **FORK)
+    with pytest.raises(RequestError, match="cannot be made"):
+        run(body, output="a/\0", **FORK)
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_plan_makes_no_files(tmp_path: Path):
+    plan = distributed(output=tmp_path / "logs", **FORK)(speak).plan()
+
+    assert plan.output == tmp_path / "logs"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_costs_output_and_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    (tmp_path / "rank-1.log").symlink_to("/dev/full")
+
+    run(speak, output=tmp_path, **FORK)
+
+    assert (tmp_path / "rank-0.log").read_text() == "out 0\nerr 0\n"
+    assert capfd.readouterr().err == (
+        f"distribute: {tmp_path}/rank-1.log cannot be written (No space left on device); what its "
+        "rank prints from now on is lost\n"
+    )
+
+
+# Rank 0 is the calling process; its workers stay from call to call.
+CALLER = """
+    import os, sys
+    from distribute import distributed
+
+    def speak(ctx):
+        print(f"out {ctx.rank}", flush=True)
+        print(f"err {ctx.rank}", file=sys.stderr, flush=True)
+        ctx.barrier()
+
+    calls = {
+        output: distributed(devices=2, output=output)(speak)
+        for output in ("logs/", "none", "main", "all")
+    }
+    print("above", flush=True)
+    if __name__ == "__main__":
+        for output, call in calls.items():
+            call()
+            print(f"below {output}", flush=True)
+    """
+
+
+def test_a_rank_0_that_is_the_caller_prints_as_ever(tmp_path: Path):
+    ended = run_python(write(tmp_path, CALLER), cwd=tmp_path)
+
+    assert ended.code == 0, ended.text
+    calls = ended.out.replace("[1] out 1\nout 0\n", "out 0\n[1] out 1\n").split("below ")
+    assert calls == [
+        "above\nout 0\n",
+        "logs/\nout 0\n",
+        "none\nout 0\n",
+        "main\nout 0\n[1] out 1\n",
+        "all\n",
+    ]
+    assert sorted(ended.err.splitlines()) == ["[1] err 1", *["err 0"] * 4]
+    assert {name: sorted(text.splitlines()) for name, text in read(tmp_path / "logs").items()} == {
+        "rank-1.log": ["err 1", "out 1"]
+    }
+
+
+@pytest.mark.parametrize("output", ["main", "none", "logs/"])
+def test_a_world_of_one_prints_as_ever(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    output: str,
+):
+    """The function runs in the calling process."""
+    monkeypatch.chdir(tmp_path)
+
+    run(speak, devices=1, output=output)
+
+    assert capfd.readouterr() == ("out 0\n", "err 0\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("output", ["main", "none", "logs/"])
+def test_rank_0_of_a_terminal_is_shown_there_only_if_it_is_to_be(tmp_path: Path, output: str):
+    source = IN_TURNS.replace("(devices", f"(strategy='ddp_fork', output={output!r}, devices")
+
+    text = on_terminal(write(tmp_path, source), cwd=tmp_path)
+
+    expected = [f"0 {stream} {number}" for number in range(100) for stream in ("out", "err")]
+    assert text.splitlines() == (expected if output == "main" else [])
+    if output == "logs/":
+        assert (tmp_path / "logs" / "rank-0.log").read_text().splitlines() == expected

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from datetime import timedelta
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -45,6 +47,16 @@ def gpus(count: int = 4, **facts: Any) -> Machine:
 
 def mac(**facts: Any) -> Machine:
     return cpus(accelerators={"mps": 1}, can_fork=False, **facts)
+
+
+class Entry:
+    """A path object of another make."""
+
+    def __init__(self, path: str | bytes) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str | bytes:
+        return self.path
 
 
 def plan(machine: Machine, environ: dict[str, str] | None = None, **options: Any) -> Plan:
@@ -341,6 +353,110 @@ def test_an_unknown_word_is_refused_with_all_there_are(option: str, value: objec
 
     assert f"{option}={value!r}" in text
     assert "there are" in text
+
+
+# -- output ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["all", "main", "none"])
+def test_output_is_a_word(word: str):
+    assert plan(cpus(), devices=2, output=word).output == word
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [Path("logs"), PurePath("none"), Entry("logs"), Entry(b"logs"), "./logs", "/a/b", "all/"],
+)
+def test_output_is_a_directory(asked: Any):
+    """A path object, or text that cannot be a word."""
+    assert plan(cpus(), devices=2, output=asked).output == PurePath(os.fsdecode(asked))
+
+
+def test_output_is_a_directory_that_is_there():
+    """Its name alone will do, also if it is like a word; the three words are what they are."""
+    machine = cpus(output_exists=True)
+
+    assert plan(machine, devices=2, output="logs").output == PurePath("logs")
+    assert plan(machine, devices=2, output="mian").output == PurePath("mian")
+    assert plan(machine, devices=2, output="none").output == "none"
+
+
+@pytest.mark.parametrize(("asked", "near"), [("mian", "main"), ("alll", "all"), ("non", "none")])
+def test_a_misspelled_output_is_no_directory(asked: str, near: str):
+    text = refusal(cpus(), devices=2, output=asked)
+
+    assert f"output={asked!r}" in text
+    assert f"did you mean {near!r}?" in text
+
+
+def test_a_name_that_is_not_there_is_no_directory():
+    text = refusal(cpus(), devices=2, output="logs")
+
+    assert "no directory of that name" in text
+    assert "'./logs'" in text
+
+
+@pytest.mark.parametrize("asked", [3, None, True, ["all"], "", b"logs"])
+def test_what_is_neither_word_nor_path_is_refused(asked: object):
+    assert "there are 'all', 'main', 'none'" in refusal(cpus(), devices=2, output=asked)
+
+
+@pytest.mark.parametrize(
+    ("machine", "options", "forwarded"),
+    [
+        (cpus(), {"devices": 3}, [1, 2]),  # re-exec: the caller is rank 0
+        (cpus(**LATER), {"devices": 2}, [0, 1]),
+        (cpus(**NOTEBOOK), {"devices": 2}, [0, 1]),
+        (cpus(), {"devices": 1}, []),
+        (cpus(), {"devices": 1, "start_method": "spawn"}, [0]),
+        (cpus(group=(0, 1, "gloo")), {}, []),
+    ],
+)
+def test_the_ranks_that_are_forwarded_are_those_beside_the_caller(
+    machine: Machine, options: dict[str, Any], forwarded: list[int]
+):
+    chosen = plan(machine, output="./logs", **options)
+
+    assert list(chosen.forwarded) == forwarded
+    assert ("rank 0 is the caller" in str(chosen)) == (0 not in forwarded)
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        ("all", None),
+        ("main", "output        of rank 0"),
+        ("none", "output        of no rank"),
+        ("a/b/", "output        in a/b/rank-N.log, N the rank"),
+    ],
+)
+def test_a_plan_says_what_becomes_of_the_output(asked: str, line: str | None):
+    found = str(plan(cpus(**LATER), devices=2, output=asked)).splitlines()
+
+    assert [one for one in found if one.startswith("output")] == [line] * (line is not None)
+
+
+@pytest.mark.parametrize("asked", ["main", "none", "./logs"])
+@pytest.mark.parametrize(
+    ("machine", "environ", "fact"),
+    [
+        (cpus(), TORCHRUN, "torchrun started this rank"),
+        (cpus(group=HELD), {}, "a group that it holds"),
+    ],
+)
+def test_output_that_is_not_ours_is_refused(
+    machine: Machine, environ: dict[str, str], fact: str, asked: str
+):
+    assert fact in refusal(machine, environ, output=asked)
+    assert plan(machine, environ, output="all").method == "attached"
+
+
+@pytest.mark.parametrize("asked", ["main", "none", "./logs"])
+def test_in_a_world_of_one_any_output_is_fine(asked: str):
+    alone = {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+
+    assert plan(cpus(), alone, output=asked).method == "attached"
+    assert plan(cpus(), output=asked).method == "inline"
 
 
 # -- devices -----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from distribute import ambient, collectives, devices, outcome, rendezvous
+from distribute import ambient, collectives, devices, display, outcome, rendezvous
 from distribute.context import Context
 from distribute.deadline import bounded
 from distribute.environment import External
@@ -68,7 +68,7 @@ def _in_world(plan: Plan, world: World, task: Task, site: Site) -> Any:
         ambient.seed_all(plan.seed)
     seed = streams[0].seed() if plan.seed is None else plan.seed
     try:
-        context = Context(dataclasses.replace(world, seed=seed))
+        context = Context(dataclasses.replace(world, seed=seed), display.here())
         mine = _with_plain(task, arguments[0])
         value = bounded(plan.deadline, plan.grace, lambda: run_user(context, mine))
         if plan.returns == "all":

@@ -9,13 +9,13 @@ from typing import NoReturn
 
 from distribute import forked, openmp, worker
 from distribute.channel import own_fork
+from distribute.crew import Berth, Crew, assemble, run_once
 from distribute.link import WatchedLink
 from distribute.messages import Ready
 from distribute.outcome import Outcome
 from distribute.plan import Plan
 from distribute.process import ChildProcess
 from distribute.task import Task
-from distribute.workers import Berth, run_once
 
 # A healthy child is ready in hundredths of a second; one that hangs was forked at a bad moment.
 _READY_SECONDS = 2.0
@@ -27,13 +27,23 @@ def run(plan: Plan, task: Task) -> list[Outcome]:
     Raises:
         Failure: The call did not succeed; with `NotReady` as its cause, a child did not work.
     """
+    return run_once(plan, None, lambda: launch(plan, task))
+
+
+def launch(plan: Plan, task: Task | None = None) -> Crew:
+    """Makes workers by forks of this process.
+
+    Args:
+        plan: The plan.
+        task: What they run at a call that carries no task.
+    """
     forked.preload()
     worker.flush()
-    return run_once(plan, None, _Forker(task).fork, ready_timeout=_READY_SECONDS)
+    return assemble(plan, _Forker(task).fork, ready_timeout=_READY_SECONDS)
 
 
 class _Forker:
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task | None) -> None:
         self._task = task
         self._paused = openmp.pause()
 

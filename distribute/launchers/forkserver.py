@@ -14,6 +14,7 @@ import threading
 
 from distribute import ending, process
 from distribute.channel import Channel
+from distribute.crew import Berth, Crew, assemble, run_once
 from distribute.ending import Worker
 from distribute.outcome import Outcome
 from distribute.payload import pack
@@ -21,7 +22,6 @@ from distribute.plan import Plan
 from distribute.process import ChildProcess
 from distribute.server import Order
 from distribute.task import Task
-from distribute.workers import Berth, run_once
 
 _IMPORT_TIME = (
     "CUDA_", "GOMP_", "HIP_", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_",
@@ -35,7 +35,12 @@ def run(plan: Plan, task: Task) -> list[Outcome]:
     Raises:
         Failure: The call did not succeed.
     """
-    return run_once(plan, pack(task, main_names=frozenset()), _fork)
+    return run_once(plan, pack(task, main_names=frozenset()), lambda: launch(plan))
+
+
+def launch(plan: Plan) -> Crew:
+    """Makes workers by forks of the server."""
+    return assemble(plan, _fork)
 
 
 class ServedProcess:

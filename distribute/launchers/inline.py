@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distribute import ambient, devices, outcome
+from distribute import ambient, devices, display, outcome
 from distribute.context import Context
 from distribute.deadline import bounded
 from distribute.failure import carry
@@ -32,7 +32,8 @@ def run(plan: Plan, task: Task) -> list[Outcome]:
     if plan.seed is not None:
         ambient.seed_all(plan.seed)
     try:
-        value = bounded(plan.deadline, plan.grace, lambda: run_user(Context(world), task))
+        context = Context(world, display.here())
+        value = bounded(plan.deadline, plan.grace, lambda: run_user(context, task))
     except SystemExit as error:
         # As a rank of a larger world: the call returns None, or a failure is told.
         ended = outcome.system_exit(0, error, local=True)

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from distribute import command, environment, outcome, process, rendezvous, worker
 from distribute.channel import Channel
+from distribute.crew import Berth, Crew, make_all, planned_places
 from distribute.lead import Led
 from distribute.link import WatchedLink
 from distribute.messages import Ready, Site
@@ -28,7 +29,6 @@ from distribute.place import Place
 from distribute.plan import Plan
 from distribute.process import ChildProcess
 from distribute.task import Task, pack_arguments
-from distribute.workers import Berth, Workers, make_all, planned_places
 
 _IMPORTED = time.monotonic()
 
@@ -75,8 +75,8 @@ def _launch(plan: Plan) -> Led:
     listening = rendezvous.listen()
     places = planned_places(plan, listening.getsockname()[1])
     members = make_all(places[1:], _Starter(plan.command).start, None)
-    workers = Workers(members, listening.getsockname()[1])
-    return Led(workers, worker.Seat(places[0], listening.detach()), plan)
+    crew = Crew(members, listening.getsockname()[1])
+    return Led(crew, worker.Seat(places[0], listening.detach()), plan)
 
 
 class _Starter:

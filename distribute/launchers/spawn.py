@@ -5,12 +5,12 @@ from __future__ import annotations
 import subprocess
 
 from distribute import process
+from distribute.crew import Berth, Crew, assemble, run_once
 from distribute.outcome import Outcome
 from distribute.payload import pack
 from distribute.plan import Plan
 from distribute.process import ChildProcess
 from distribute.task import Task
-from distribute.workers import Berth, run_once
 
 
 def run(plan: Plan, task: Task) -> list[Outcome]:
@@ -19,7 +19,12 @@ def run(plan: Plan, task: Task) -> list[Outcome]:
     Raises:
         Failure: The call did not succeed.
     """
-    return run_once(plan, pack(task, main_names=frozenset()), _start)
+    return run_once(plan, pack(task, main_names=frozenset()), lambda: launch(plan))
+
+
+def launch(plan: Plan) -> Crew:
+    """Makes workers that are fresh interpreters."""
+    return assemble(plan, _start)
 
 
 def _start(berth: Berth) -> ChildProcess:
@@ -32,7 +37,7 @@ def _start(berth: Berth) -> ChildProcess:
         cwd=place.cwd,
         life=life,
         descriptors=[descriptor, record] if number is None else [descriptor, record, number],
-        stdin=None if place.rank == 0 else subprocess.DEVNULL,
+        stdin=None if place.reads else subprocess.DEVNULL,
         stdout=berth.stdout,
         stderr=berth.stderr,
         group=berth.group,

@@ -6,7 +6,7 @@ from typing import assert_type
 
 import torch
 
-from distribute import Context, Distributed, distributed, run
+from distribute import Context, Distributed, Workers, distributed, run, workers
 
 
 @distributed
@@ -64,6 +64,16 @@ assert_type(run(train, 1, devices=2), bytes)
 assert_type(run(train, 1, devices=2, returns="all"), list[bytes])
 assert_type(run(plain, 0.1, devices=2), int)
 print(bare.plan().method)
+
+with workers(devices=2, seed=1) as kept:
+    assert_type(kept, Workers)
+    assert_type(kept.run(train, 1), bytes)
+    assert_type(kept.run(train, 1, returns="all"), list[bytes])
+    assert_type(kept.run(plain, 0.1), int)
+    assert_type(kept.run(lambda: 1.5), float)
+    assert_type(kept.world_size, int)
+    print(kept.plan().method)
+    kept.close()
 
 
 def takes(function: Distributed[[int], float]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from distribute import ending, rendezvous
+from distribute import consumer, display, ending, rendezvous
 from distribute.ambient import Settings, Streams
 from distribute.channel import Channel
 from distribute.ending import Worker
@@ -53,17 +53,19 @@ Make = Callable[[Berth], Process]
 
 
 @dataclass
-class Workers:
+class Crew:
     """The workers of one world, all in other processes.
 
     Attributes:
         members: One for each rank, in order.
         port: Port of the rendezvous store.
+        ready_timeout: See `Supervisor`.
         calls: How many calls they have been given.
     """
 
     members: list[Worker]
     port: int
+    ready_timeout: float | None = None
     calls: int = field(default=0)
 
     def call(
@@ -72,7 +74,6 @@ class Workers:
         payload: Payload | None,
         *,
         began: float,
-        ready_timeout: float | None = None,
         restarts: int = 0,
     ) -> list[Outcome]:
         """Has every rank run a task.
@@ -81,27 +82,27 @@ class Workers:
             plan: The plan.
             payload: The task, or None when the workers have it already.
             began: When the whole call began, by the monotonic clock.
-            ready_timeout: See `Supervisor`.
             restarts: How often the world was started again.
 
         Raises:
             Failure: The call did not succeed, and the processes have been ended.
         """
-        with Signals() as signals, self.forwarded() as forwarder:
+        with Signals() as signals, self.forwarded(plan) as forwarder:
             return Supervisor(
                 self.members,
                 lambda: self.next_call(plan, payload, restarts),
                 plan,
                 began=began,
-                ready_timeout=ready_timeout,
+                ready_timeout=self.ready_timeout,
                 signals=signals,
                 catch_up=forwarder.catch_up,
             ).run()
 
     @contextmanager
-    def forwarded(self) -> Generator[Forwarder]:
-        """Forwards the ranks' output meanwhile."""
-        forwarder = Forwarder([one.tap for one in self.members if one.tap is not None])
+    def forwarded(self, plan: Plan) -> Generator[Forwarder]:
+        """Forwards the ranks' output meanwhile, as the plan says where to."""
+        taps = [one.tap for one in self.members if one.tap is not None]
+        forwarder = Forwarder(taps, plan.output)
         forwarder.start()
         try:
             yield forwarder
@@ -119,6 +120,7 @@ class Workers:
             seed=streams.seed() if plan.seed is None else plan.seed,
             streams=streams,
             settings=Settings.capture(),
+            display=display.here(),
             restarts=restarts,
             payload=payload,
         )
@@ -128,11 +130,19 @@ class Workers:
         ending.close(self.members, grace)
 
 
-def assemble(plan: Plan, make: Make) -> Workers:
-    """Makes the workers of all ranks of a world on this machine."""
+def assemble(plan: Plan, make: Make, *, ready_timeout: float | None = None) -> Crew:
+    """Makes the workers of all ranks of a world on this machine.
+
+    Args:
+        plan: The plan.
+        make: Makes one.
+        ready_timeout: See `Supervisor`.
+    """
     with rendezvous.listen() as listening:
         port: int = listening.getsockname()[1]
-        return Workers(make_all(planned_places(plan, port), make, listening), port)
+        wanted = planned_places(plan, port)
+        members = make_all(wanted, make, listening, detached=plan.detached)
+        return Crew(members, port, ready_timeout)
 
 
 def planned_places(plan: Plan, port: int) -> list[Place]:
@@ -146,12 +156,25 @@ def planned_places(plan: Plan, port: int) -> list[Place]:
     )
 
 
-def make_all(wanted: Iterable[Place], make: Make, listening: socket.socket | None) -> list[Worker]:
-    """Makes a worker for each place; all or none."""
+def make_all(
+    wanted: Iterable[Place],
+    make: Make,
+    listening: socket.socket | None,
+    *,
+    detached: bool = False,
+) -> list[Worker]:
+    """Makes a worker for each place; all or none.
+
+    Args:
+        wanted: The places.
+        make: Makes the process of one.
+        listening: The listening socket of the rendezvous, for rank 0.
+        detached: Whether not even rank 0 writes to the launcher's terminal.
+    """
     members: list[Worker] = []
     try:
         for place in wanted:
-            worker = _make(place, make, listening if place.rank == 0 else None)
+            worker = _make(place, make, listening if place.rank == 0 else None, detached)
             members.append(worker)
     except BaseException:
         ending.end(members, 0.0)
@@ -159,12 +182,16 @@ def make_all(wanted: Iterable[Place], make: Make, listening: socket.socket | Non
     return members
 
 
-def _make(place: Place, make: Make, listening: socket.socket | None) -> Worker:
+def _make(place: Place, make: Make, listening: socket.socket | None, detached: bool) -> Worker:
     rank = place.rank
     ours, theirs = Channel.pair()
     # On a terminal rank 0 keeps it: progress bars and prompts are to be the real ones.
+    keeps = rank == 0 and not detached
     tap, (stdout, stderr) = Tap.open(
-        rank, stdout=rank != 0 or not is_terminal(1), stderr=rank != 0 or not is_terminal(2)
+        rank,
+        stdout=not (keeps and is_terminal(1)),
+        stderr=not (keeps and is_terminal(2)),
+        together=detached or consumer.together(),
     )
     try:
         process = make(Berth(place, ours, theirs, listening, stdout, stderr, leads_group(rank)))
@@ -180,10 +207,13 @@ def _make(place: Place, make: Make, listening: socket.socket | None) -> Worker:
     return Worker(rank, ours, process, tap=tap)
 
 
-def run_once(
-    plan: Plan, payload: Payload | None, make: Make, *, ready_timeout: float | None = None
-) -> list[Outcome]:
+def run_once(plan: Plan, payload: Payload | None, launch: Callable[[], Crew]) -> list[Outcome]:
     """Makes workers, has them run one task, and lets them go; again as the plan allows it.
+
+    Args:
+        plan: The plan.
+        payload: The task, or None when the workers will have it already.
+        launch: Makes the workers.
 
     Raises:
         Failure: The call did not succeed.
@@ -192,7 +222,7 @@ def run_once(
     try:
         for restarts in range(plan.max_restarts + 1):
             try:
-                return _run_world(plan, payload, make, began, ready_timeout, restarts)
+                return _run_world(plan, payload, launch, began, restarts)
             except Failure as failure:
                 if restarts == plan.max_restarts or not failure.restartable:
                     raise
@@ -209,15 +239,12 @@ def run_once(
 def _run_world(
     plan: Plan,
     payload: Payload | None,
-    make: Make,
+    launch: Callable[[], Crew],
     began: float,
-    ready_timeout: float | None,
     restarts: int,
 ) -> list[Outcome]:
-    workers = assemble(plan, make)
+    crew = launch()
     try:
-        return workers.call(
-            plan, payload, began=began, ready_timeout=ready_timeout, restarts=restarts
-        )
+        return crew.call(plan, payload, began=began, restarts=restarts)
     finally:
-        workers.close(plan.grace)
+        crew.close(plan.grace)
