@@ -15,9 +15,10 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Generator, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import IO, Protocol, TextIO
+from typing import IO, Any, Protocol, TextIO
 
 from distribute.errors import RequestError
 
@@ -139,7 +140,8 @@ class Stream:
             return
         try:
             if self.real:
-                _write_all(self._number, data)
+                for piece in _pieces(data):
+                    _write_all(self._number, piece)
             else:
                 self._stream.write(text(data))
                 self._stream.flush()
@@ -159,6 +161,29 @@ def together() -> bool:
     """Tells whether standard output and error are this process's own, and one file."""
     out, error = own_streams().values()
     return out.real and error.real and out.place == error.place
+
+
+@contextmanager
+def by_lines() -> Generator[None]:
+    """Has this process's own streams write line by line meanwhile, as the ranks' are shown.
+
+    For a rank in this process: what is held back for a pipe or file goes out at the end of a block,
+    in the middle of a line, and other ranks' lines come after it.
+    """
+    changed: list[Any] = []
+    streams: dict[int, Any] = {1: sys.stdout, 2: sys.stderr}
+    for number, stream in streams.items():
+        if _is_real(stream, number) and not stream.line_buffering:
+            stream.reconfigure(line_buffering=True)
+            changed.append(stream)
+    try:
+        yield
+    finally:
+        for stream in changed:
+            try:
+                stream.reconfigure(line_buffering=False)
+            except (OSError, ValueError):
+                pass  # closed, or nobody reads
 
 
 class File:
@@ -243,6 +268,17 @@ def _descriptor(stream: TextIO | None) -> int:
         return -1 if stream is None else stream.fileno()
     except Exception:
         return -1
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    """Cuts lines into parts that a pipe takes whole, so that others' come between lines only."""
+    begin = 0
+    while len(data) - begin > select.PIPE_BUF:
+        end = data.rfind(b"\n", begin, begin + select.PIPE_BUF) + 1
+        end = end or data.find(b"\n", begin) + 1 or len(data)
+        yield data[begin:end]
+        begin = end
+    yield data[begin:]
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

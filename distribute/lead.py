@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-from distribute import outcome, record, rendezvous, worker
+from distribute import consumer, outcome, record, rendezvous, worker
 from distribute.channel import Channel
 from distribute.crew import Crew
 from distribute.ending import Worker
@@ -105,6 +105,7 @@ class Led:
             stack.enter_context(_recorded(theirs.record))
             guard = stack.enter_context(Guard(plan.grace))
             signals = stack.enter_context(Signals())
+            stack.enter_context(consumer.by_lines())
             forwarder = stack.enter_context(workers.forwarded(plan))
             supervisor = Supervisor(
                 [Worker(0, ours, None, ready=Ready(0)), *workers.members],

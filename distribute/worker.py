@@ -147,7 +147,9 @@ def run_call(
     except BaseException as error:
         result = outcome.raised(rank, error, local=local)
     try:
-        flush()
+        if not local:
+            # The calling process prints on, and its unfinished line is not to be in the way.
+            flush()
         link.send(replace(result, local=None) if local else result)
         result.drop()
         return result

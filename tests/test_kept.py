@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import distribute
-from distribute import Context, RequestError, WorkerDied, Workers, distributed, run, workers
+from distribute import Context, RequestError, WorkerDied, Workers, distributed, forked, run, workers
 from distribute.machine import Machine
 from distribute.plan import resolve
 from distribute.request import Request
@@ -357,7 +357,7 @@ def test_a_report_tells_of_this_call_only() -> None:
             ctx.all_reduce(1)
         time.sleep(60)
 
-    with two(deadline=3) as kept:
+    with two(deadline=5) as kept:
         kept.run(lambda ctx: [ctx.all_gather(1) for _ in range(5)])
         with pytest.raises(distribute.DeadlineExceeded) as caught:
             kept.run(hang)
@@ -416,9 +416,9 @@ def test_after_an_interruption_the_next_call_works(method: str) -> None:
 
 
 def test_each_call_has_the_whole_deadline() -> None:
-    with two(deadline=2) as kept:
+    with two(deadline=4) as kept:
         for _ in range(3):
-            kept.run(time.sleep, 0.8)
+            kept.run(time.sleep, 1.5)
         with pytest.raises(distribute.DeadlineExceeded):
             kept.run(time.sleep, 30)
         assert kept.run(lambda: 1) == 1
@@ -437,7 +437,8 @@ def test_what_cannot_be_sent_harms_nobody() -> None:
 def test_forks_that_do_not_start_working_are_replaced_by_the_fork_server(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("distribute.launchers.fork._READY_SECONDS", 0.0)
+    monkeypatch.setattr("distribute.launchers.fork._READY_SECONDS", 0.5)
+    monkeypatch.setattr("distribute.worker.prove", lambda: time.sleep(600))
     with two() as kept:
         first = pids(kept)
         assert kept.plan().method == "forkserver"
@@ -712,6 +713,12 @@ def test_under_torchrun_calls_run_in_place(tmp_path: Path) -> None:
     assert ended.code == 0, ended.text
     line = "RANK [0, 1] <distribute.Workers: 2 on cpu, attached>"
     assert ended.lines("RANK") == [line] * 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded() -> None:
+    """What the first fork imports takes seconds, of which a deadline is not to be spent."""
+    forked.preload()
 
 
 @pytest.fixture(autouse=True)

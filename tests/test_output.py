@@ -1002,6 +1002,52 @@ def test_a_rank_0_that_is_the_caller_prints_as_ever(tmp_path: Path):
     }
 
 
+def test_lines_stay_whole_beside_a_rank_0_that_is_the_caller(tmp_path: Path):
+    """It holds back what it prints into a pipe, up to some number of bytes; and its last line."""
+    script = write(
+        tmp_path,
+        """
+        import sys, time
+        from distribute import distributed
+
+        @distributed(devices=2)
+        def train(ctx):
+            ctx.barrier()
+            for number in range(4000):
+                print(ctx.rank, number, "x" * 300)
+            print("last", end="")
+            if ctx.rank == 1:
+                time.sleep(0.3)
+                print(" of rank 1")
+
+        if __name__ == "__main__":
+            before = sys.stdout.line_buffering, sys.stderr.line_buffering
+            train()
+            print(before == (sys.stdout.line_buffering, sys.stderr.line_buffering))
+        """,
+    )
+
+    ended = run_python(script, environ={"PYTHONUNBUFFERED": ""})
+
+    assert (ended.code, ended.err) == (0, "")
+    lines = ended.out.splitlines()
+    for rank, mark in ((0, ""), (1, "[1] ")):
+        mine = [line for line in lines if line.startswith(f"{mark}{rank} ")]
+        assert mine == [f"{mark}{rank} {number} " + "x" * 300 for number in range(4000)]
+    assert lines[-2:] == ["[1] last of rank 1", "lastTrue"]
+    assert len(lines) == 8002
+
+
+def test_what_is_longer_than_a_pipe_takes_whole_is_cut_at_lines():
+    lines = [b"x" * size + b"\n" for size in (10, 4000, 100, 5000, 4095, 1)]
+    data = b"".join(lines) + b"rest" * 2000
+
+    pieces = list(consumer._pieces(data))
+
+    assert b"".join(pieces) == data
+    assert pieces == [lines[0] + lines[1], lines[2], *lines[3:], b"rest" * 2000]
+
+
 @pytest.mark.parametrize("output", ["main", "none", "logs/"])
 def test_a_world_of_one_prints_as_ever(
     tmp_path: Path,
