@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
+from distribute import notice
 from distribute.ending import Worker
 from distribute.errors import CallMismatch, JoinTimeout
 from distribute.failure import NotReady
@@ -96,7 +96,7 @@ class Arrival:
             self._noticed = True
             missing = self._missing()
             there = len(self._workers) - len(missing)
-            sys.stderr.write(
+            notice.tell(
                 f"distribute: {there} of {len(self._workers)} ranks have joined, "
                 f"missing {', '.join(map(str, missing))}\n"
             )

@@ -8,6 +8,7 @@ take part, and nothing from elsewhere is ever unpickled.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import socket
@@ -143,6 +144,11 @@ class Channel:
             parts.append(part)
             size -= len(part)
         return b"".join(parts)
+
+    def hang_up(self) -> None:
+        """Says that no message will come any more; the lifeline stays."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Closes this end; the other one reads the end of the stream."""

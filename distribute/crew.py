@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from distribute import consumer, display, ending, rendezvous
+from distribute import consumer, display, ending, interrupt, notice, rendezvous
 from distribute.ambient import Settings, Streams
 from distribute.channel import Channel
 from distribute.ending import Worker
@@ -174,8 +173,9 @@ def make_all(
     members: list[Worker] = []
     try:
         for place in wanted:
-            worker = _make(place, make, listening if place.rank == 0 else None, detached)
-            members.append(worker)
+            with interrupt.held():
+                worker = _make(place, make, listening if place.rank == 0 else None, detached)
+                members.append(worker)
     except BaseException:
         ending.end(members, 0.0)
         raise
@@ -226,7 +226,7 @@ def run_once(plan: Plan, payload: Payload | None, launch: Callable[[], Crew]) ->
             except Failure as failure:
                 if restarts == plan.max_restarts or not failure.restartable:
                     raise
-                sys.stderr.write(
+                notice.tell(
                     f"distribute: {failure.headline}; the world is started again, restart "
                     f"{restarts + 1} of {plan.max_restarts}\n"
                 )

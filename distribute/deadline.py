@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from distribute import record
+from distribute import notice, record
 from distribute.errors import DeadlineExceeded
 from distribute.interrupt import LAST_RESORT_SECONDS, Guard, WorldEnded
 
@@ -65,9 +64,8 @@ class _Watch(threading.Thread):
         while not self.left.wait(_PERIOD):
             self._guard.knock()
             if time.monotonic() >= last:
-                sys.stderr.write(
+                notice.tell(
                     f"distribute: the call did not end within {self._seconds:g} s (deadline), and "
                     f"its function cannot be made to leave, so its process ends here; {self.told}\n"
                 )
-                sys.stderr.flush()
                 os._exit(1)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import selectors
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from distribute import notice
 from distribute.channel import Channel
 from distribute.interrupt import LAST_RESORT_SECONDS, Guard
 from distribute.messages import Close, Ready, Stop
@@ -129,7 +130,7 @@ class Ending:
             return
         assert self._cause is not None
         told = "".join(traceback.format_exception_only(self._cause)).rstrip()
-        sys.stderr.write(
+        notice.tell(
             f"distribute: the call has failed, and rank(s) {', '.join(map(str, ranks))} take long "
             f"to end; SIGKILL comes {self._grace:g} s (grace) after SIGTERM. The cause:\n{told}\n"
         )
@@ -143,14 +144,22 @@ class Ending:
 
     def _give_up(self) -> None:
         assert self._cause is not None
-        sys.stderr.write(
+        notice.tell(
             "distribute: rank 0 cannot be freed, so its process ends here. The cause:\n"
             + "".join(traceback.format_exception(self._cause))
         )
-        faulthandler.dump_traceback(all_threads=True)
-        sys.stderr.flush()
+        notice.tell(_all_stacks())
         self.kill()
         os._exit(1)
+
+
+def _all_stacks() -> str:
+    names = {one.ident: one.name for one in threading.enumerate()}
+    return "".join(
+        f"Thread {names.get(key, key)} (most recent call last):\n"
+        + "".join(traceback.format_stack(frame))
+        for key, frame in sys._current_frames().items()
+    )
 
 
 def close(workers: list[Worker], grace: float) -> None:

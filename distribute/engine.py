@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
@@ -122,7 +123,7 @@ def carry_out(chosen: Plan, launch: Callable[[Plan], list[Outcome]]) -> Any:
             processes did not start working.
     """
     __tracebackhide__ = True
-    from distribute import consumer
+    from distribute import consumer, notice
     from distribute.failure import NotReady
 
     if isinstance(chosen.output, PurePath) and chosen.forwarded:
@@ -131,7 +132,7 @@ def carry_out(chosen: Plan, launch: Callable[[Plan], list[Outcome]]) -> Any:
     _called = True
     done = _attempt(chosen, launch)
     if isinstance(done, NotReady):
-        sys.stderr.write(
+        notice.tell(
             "distribute: the forked processes did not start working, as happens when other "
             "threads were busy at that moment; the fork server takes over\n"
         )
@@ -150,10 +151,26 @@ def _attempt(
     from distribute.failure import Failure
 
     try:
-        return launch(chosen)
+        with _standard_descriptors():
+            return launch(chosen)
     except Failure as failure:
         # Raised outside this block, which would become part of its chain.
         return failure.news()
+
+
+@contextmanager
+def _standard_descriptors() -> Generator[None]:
+    """Keeps the numbers of the standard streams from being taken by our own pipes and sockets."""
+    taken: list[int] = []
+    try:
+        while (one := os.open(os.devnull, os.O_RDWR)) <= 2:
+            os.set_inheritable(one, True)  # so that the ranks have them, too
+            taken.append(one)
+        os.close(one)
+        yield
+    finally:
+        for one in taken:
+            os.close(one)
 
 
 def launch(chosen: Plan, task: Task, site: Site) -> list[Outcome]:
@@ -185,8 +202,10 @@ def _value(chosen: Plan, outcomes: list[Outcome]) -> Any:
     streams = outcomes[0].streams
     if streams is not None:
         streams.restore()
-    if chosen.returns == "all":
-        return [one.value() for one in outcomes]
-    for one in outcomes[1:]:
-        one.drop()
-    return outcomes[0].value()
+    try:
+        if chosen.returns == "all":
+            return [one.value() for one in outcomes]
+        return outcomes[0].value()
+    finally:
+        for one in outcomes:
+            one.drop()

@@ -6,6 +6,7 @@ import traceback
 from dataclasses import dataclass, field
 
 from distribute.errors import DistributeError, RankOutcome
+from distribute.outcome import note
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Failure(Exception):
     def news(self) -> BaseException:
         """Returns the error for the caller, with all that belongs to it."""
         for one in self.notes:
-            self.cause.add_note(one)
+            note(self.cause, one)
         carry(self.cause, self.outcomes)
         return self.cause
 
@@ -44,7 +45,7 @@ def carry(error: BaseException, outcomes: tuple[RankOutcome, ...]) -> None:
     """Puts the outcomes of the ranks on the error that the caller gets."""
     try:
         error.outcomes = outcomes  # type: ignore[attr-defined]
-    except AttributeError:
+    except Exception:
         pass  # a type that allows no more attributes
 
 

@@ -24,7 +24,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -114,6 +116,59 @@ class Guard:
         raise WorldEnded
 
 
+def from_handler(error: BaseException) -> bool:
+    """Tells whether an exception was raised by a signal handler of the user."""
+    codes = {
+        getattr(getattr(one, "__func__", one), "__code__", None)
+        for one in map(signal.getsignal, signal.valid_signals())
+        if callable(one)
+    } - {None}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+@contextmanager
+def held() -> Generator[None]:
+    """Puts off what SIGINT and SIGTERM do until the block has been left.
+
+    For what must not be left half done: a process between its start and its handle, a message
+    between its two halves. A fork in the block drops what arrives at it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    before: dict[int, Any] = {}
+    numbers: list[int] = [signal.SIGINT, signal.SIGTERM]
+    for number in numbers:
+        handler = signal.getsignal(number)
+        if callable(handler):
+            before[number] = handler
+            signal.signal(number, lambda one, _: arrived.append(one))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for one in arrived:
+            signal.raise_signal(one)
+
+
+_hearing: weakref.WeakSet[Signals] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    for one in list(_hearing):
+        one.forget()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 class Signals:
     """Hears the signals that arrive at this process during a call, whatever its main thread does.
 
@@ -128,6 +183,7 @@ class Signals:
     def __init__(self) -> None:
         self._ours = self._theirs = self._before = -1
         self._takes_stop = False
+        _hearing.add(self)
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is not threading.main_thread():
@@ -150,6 +206,16 @@ class Signals:
         os.close(self._ours)
         os.close(self._theirs)
         self._ours = self._theirs = -1
+
+    def forget(self) -> None:
+        """Lets go of everything, in a forked process: its signals are its own."""
+        if self._ours >= 0:
+            signal.set_wakeup_fd(-1)
+            if self._takes_stop:
+                signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+            os.close(self._ours)
+            os.close(self._theirs)
+            self._ours = self._theirs = -1
 
     def fileno(self) -> int:
         """Returns a descriptor that is readable when a signal has arrived, or -1."""

@@ -121,11 +121,19 @@ class Led:
             )
             watch = _Watch(supervisor)
             watch.start()
-            result = _lead(self.seat, task, theirs, guard)
+            early: BaseException | None = None
             try:
-                if not result.failed:
-                    rendezvous.leave(failed=False)
-                interrupted = watch.finish()
+                result = _lead(self.seat, task, theirs, guard)
+            except BaseException as error:
+                early, result = error, Outcome(0, "freed")
+                theirs.send(result)  # the supervisor waits for one
+            try:
+                try:
+                    if not result.failed:
+                        rendezvous.leave(failed=False)
+                except BaseException as error:
+                    early = error
+                interrupted = watch.finish() or early
                 if watch.error is not None or interrupted is not None:
                     _forget_frames(result)
                     rendezvous.leave(failed=True)

@@ -131,7 +131,7 @@ class Outcome:
         assert self.raised is not None
         local = isinstance(self.local, BaseException)
         error: BaseException = self.local if local else self._rebuilt(self.raised)
-        error.add_note(f"raised by rank {self.rank} ({self.raised.where})")
+        note(error, f"raised by rank {self.rank} ({self.raised.where})")
         return error
 
     def _rebuilt(self, raised: Raised) -> BaseException:
@@ -172,10 +172,10 @@ def system_exit(rank: int, error: SystemExit, *, local: bool) -> Outcome:
         error: What that raised; without a code, or with 0, the function has returned None.
         local: Whether the rank is the calling process.
     """
-    if error.code is None or error.code == 0:
+    if error.code is None or (isinstance(error.code, int) and error.code == 0):
         return returned(rank, None, local=local)
     code = error.code if isinstance(error.code, int) else 1
-    text = "" if isinstance(error.code, int) else f" with {error.code!r}"
+    text = "" if isinstance(error.code, int) else f" with {_text(error)!r}"
     return Outcome(
         rank, "exited", exit_code=code, detail=f"when its function called sys.exit{text}"
     )
@@ -197,8 +197,8 @@ def raised(rank: int, error: BaseException, *, local: bool) -> Outcome:
         where=f"process {os.getpid()} on {socket.gethostname()}",
         timed_out=_says(error, RuntimeError, _TIMEOUTS),
     )
-    facts.again = getattr(error, ORIGIN, rank) != rank
-    echo = facts.again or _says(error, RuntimeError | ConnectionError, _ECHOES)
+    facts.again = _held(error, ORIGIN, rank) != rank
+    echo = facts.again or _says(error, RuntimeError, _ECHOES)
     outcome = Outcome(rank, "raised", raised=facts, echo=echo)
     if local:
         outcome.local = error
@@ -302,7 +302,21 @@ def _arrive(links: list[_Link]) -> BaseException:
 
 
 def _notes(error: BaseException) -> list[str]:
-    return list(getattr(error, "__notes__", []))
+    found = _held(error, "__notes__", [])
+    return [*map(str, cast("list[object]", found))] if isinstance(found, list | tuple) else []
+
+
+def note(error: BaseException, text: str) -> None:
+    """Adds a note, where the exception allows it."""
+    try:
+        BaseException.add_note(error, text)
+    except Exception:
+        pass  # it is immutable, or keeps something else in that place
+
+
+def _held(error: BaseException, name: str, default: Any) -> Any:
+    # Not by getattr: an exception may answer for any name.
+    return error.__dict__.get(name, default)
 
 
 def _farthest(error: BaseException) -> BaseException:

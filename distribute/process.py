@@ -35,6 +35,10 @@ os.execv(command[0], command)
 )
 
 
+# The exit code of a child that somebody else has reaped, as `subprocess` and asyncio have it.
+UNKNOWN = 255
+
+
 class Process(Protocol):
     """A worker's process.
 
@@ -69,7 +73,7 @@ class ChildProcess:
         self.group = group
         self._popen = popen
         self._code: int | None = None
-        self._pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
+        self._pidfd = _pidfd(pid)
         if group:
             # Also done by the child: whichever is first, nobody signals a group not yet made.
             with contextlib.suppress(OSError):
@@ -94,6 +98,13 @@ class ChildProcess:
             self._pidfd = -1
 
 
+def _pidfd(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return -1  # another system, an old kernel, a sandbox
+
+
 def reap(pid: int, *, group: bool, block: bool = False) -> int | None:
     """Reaps a child that has ended, after ending the rest of its process group.
 
@@ -103,12 +114,18 @@ def reap(pid: int, *, group: bool, block: bool = False) -> int | None:
         Its exit code, negative for a signal; None if it has not ended.
     """
     options = os.WEXITED | os.WNOWAIT | (0 if block else os.WNOHANG)
-    if os.waitid(os.P_PID, pid, options) is None:
-        return None
+    try:
+        if os.waitid(os.P_PID, pid, options) is None:
+            return None
+    except ChildProcessError:
+        pass  # SIGCHLD is ignored, or a handler of the user's has reaped it
     if group:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
+    try:
+        _, status = os.waitpid(pid, 0)
+    except ChildProcessError:
+        return UNKNOWN
     return os.waitstatus_to_exitcode(status)
 
 

@@ -105,6 +105,8 @@ class Record:
 
     def show_stacks(self) -> None:
         """Has faulthandler write here when this process crashes or is asked."""
+        global _shown
+        _shown = True
         faulthandler.enable(file=self.descriptor, all_threads=False)
         faulthandler.register(SIGNAL, file=self.descriptor, all_threads=False, chain=False)
         if self._page is not None:
@@ -231,6 +233,22 @@ def stack_of_thread(thread: int) -> StackSummary:
     """Returns the stack of a thread of this process, outermost call first."""
     frame = sys._current_frames().get(thread)
     return _trimmed([] if frame is None else extract_stack(frame))
+
+
+_shown = False
+
+
+def _show_elsewhere() -> None:
+    """Has what this process forks (a DataLoader worker) crash on stderr.
+
+    It closes the record, whose number its next file may get.
+    """
+    if _shown:
+        faulthandler.enable(file=2, all_threads=False)
+        faulthandler.unregister(SIGNAL)
+
+
+os.register_at_fork(after_in_child=_show_elsewhere)
 
 
 def begin(descriptor: int) -> None:

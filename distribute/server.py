@@ -6,6 +6,7 @@ It is the parent of the workers, so it also reports their ends.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -37,6 +38,7 @@ def main(descriptor: int, life: int, record: int) -> NoReturn:
     """Is the program of the fork server."""
     channel = Channel.inherited(descriptor, life, record)
     forked.preload()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide how workers end
     channel.send(None)
     _Serving(channel).run()
 
@@ -44,23 +46,28 @@ def main(descriptor: int, life: int, record: int) -> NoReturn:
 class _Serving:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self._serving = True
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, tuple[int, int, bool]] = {}  # pid: pidfd, status pipe, group
 
     def run(self) -> NoReturn:
         self._selector.register(self._channel, selectors.EVENT_READ, None)
-        while True:
+        # Until the launcher has hung up and no worker of it is left.
+        while self._serving or self._children:
             for key, _ in self._selector.select():
                 if key.data is None:
                     self._serve()
                 else:
                     self._bury(key.data)
+        os._exit(0)
 
     def _serve(self) -> None:
         try:
             order, descriptors = self._channel.receive_with()
         except EOFError:
-            self._leave()
+            self._serving = False
+            self._selector.unregister(self._channel)
+            return
         pid = self._fork(order, descriptors)
         status = descriptors.pop(3)
         for one in descriptors:
@@ -68,10 +75,8 @@ class _Serving:
         pidfd = os.pidfd_open(pid)
         self._children[pid] = pidfd, status, order.group
         self._selector.register(pidfd, selectors.EVENT_READ, pid)
-        try:
+        with contextlib.suppress(OSError):
             self._channel.send(pid)
-        except OSError:
-            self._leave()
 
     def _fork(self, order: Order, descriptors: list[int]) -> int:
         with own_fork():
@@ -90,14 +95,6 @@ class _Serving:
         except OSError:
             pass  # the launcher no longer wants to know
         os.close(status)
-
-    def _leave(self) -> NoReturn:
-        for pid, (_, _, group) in self._children.items():
-            try:
-                (os.killpg if group else os.kill)(pid, signal.SIGKILL)
-            except OSError:
-                pass  # it has ended
-        os._exit(0)
 
     def forget(self) -> None:
         """Closes, in a child, what belongs to the server."""

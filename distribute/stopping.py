@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Collection
 
+from distribute import notice
 from distribute.ending import Worker
 from distribute.interrupt import stop_here
 from distribute.process import send_signal, stopped
@@ -47,7 +47,7 @@ class Stopped:
         self._before = now
         self._told = (self._told & now) | news
         for rank in sorted(news):
-            sys.stderr.write(
+            notice.tell(
                 f"distribute: the process of rank {rank} is stopped (by SIGSTOP, or it read from a "
                 f"terminal in the background); `kill -CONT {workers[rank].pid}` lets it go on\n"
             )

@@ -317,7 +317,8 @@ class Supervisor:
         self._cause_rank = first.rank
         returned = [one.rank for one in self.outcomes.values() if not one.failed]
         hang = first.raised is not None and first.raised.timed_out
-        if first.echo and returned:
+        again = first.raised is not None and first.raised.again
+        if first.echo and returned and not again:
             hang = True
             ranks = ", ".join(map(str, sorted(returned)))
             self._notes.append(f"rank(s) {ranks} had returned, while this rank waited for them")

@@ -28,7 +28,7 @@ from distribute.channel import Channel
 from distribute.context import Context, entered
 from distribute.display import PLAIN
 from distribute.environment import WORKER_MARKER
-from distribute.interrupt import WorldEnded
+from distribute.interrupt import WorldEnded, from_handler
 from distribute.link import Link, WatchedLink
 from distribute.messages import Call, Close, Go, Joined, Joining, Ready, Stop
 from distribute.outcome import Outcome
@@ -48,6 +48,7 @@ class Seat:
         self.device = devices.device(place.accelerator, place.device_index)
         self._listening = listening
         self._rendezvous: Rendezvous | None = None
+        self._freed = False
 
     def join(self, call: Call, *, local: bool) -> Context:
         """Joins the process group of a call, if the world has more than one rank.
@@ -59,14 +60,17 @@ class Seat:
         plan, rank = call.plan, self.place.rank
         if plan.world_size > 1:
             if self._rendezvous is None:
+                # The server's from now on, whatever comes of it.
+                listening, self._listening = self._listening, None
                 self._rendezvous = Rendezvous(
                     rendezvous.LOOPBACK,
                     call.port,
                     server=rank == 0,
-                    listening=self._listening,
+                    listening=listening,
                     timeout=plan.rendezvous_timeout,
                 )
-                self._listening = None  # the server's now
+                if self._freed:
+                    raise WorldEnded
             self._rendezvous.join(
                 f"call-{call.number}",
                 backend=plan.backend,
@@ -92,6 +96,7 @@ class Seat:
 
     def free(self) -> None:
         """Frees whoever waits in the store; called by the supervisor's thread."""
+        self._freed = True  # first: who is connecting right now looks at it afterwards
         rendezvous.hold_groups()
         if self._rendezvous is not None:
             self._rendezvous.drop_server()
@@ -143,7 +148,9 @@ def run_call(
     except WorldEnded:
         result = Outcome(rank, "freed")
     except SystemExit as error:
-        result = outcome.system_exit(rank, error, local=local)
+        # In the calling process a signal handler of the user ends the program and not the rank.
+        ended = outcome.raised if local and from_handler(error) else outcome.system_exit
+        result = ended(rank, error, local=local)
     except BaseException as error:
         result = outcome.raised(rank, error, local=local)
     try:

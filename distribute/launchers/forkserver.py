@@ -40,6 +40,8 @@ def run(plan: Plan, task: Task) -> list[Outcome]:
 
 def launch(plan: Plan) -> Crew:
     """Makes workers by forks of the server."""
+    with _lock:
+        _the_server().wait()  # seconds, the first time; an interruption may come here
     return assemble(plan, _fork)
 
 
@@ -93,7 +95,7 @@ class Server:
             group=True,
         )
         theirs.close()
-        self._serving = False
+        self._serving = self.broken = False
 
     def wait(self) -> None:
         """Waits until the server has imported everything."""
@@ -117,6 +119,7 @@ class Server:
             self.channel.send_with(Order(berth.place, berth.group), descriptors)
             pid: int = self.channel.receive()
         except BaseException:
+            self.broken = True  # the next answer may be that to this order
             os.close(ours)
             raise
         finally:
@@ -126,7 +129,7 @@ class Server:
 
     def alive(self) -> bool:
         """Tells whether the server can still serve this process."""
-        return self.owner == os.getpid() and self.process.poll() is None
+        return not self.broken and self.owner == os.getpid() and self.process.poll() is None
 
     def close(self) -> None:
         """Ends the server."""
@@ -136,6 +139,19 @@ class Server:
 
 _lock = threading.Lock()
 _server: Server | None = None
+# Replaced, while calls of other threads still run in their forks.
+_retired: list[Server] = []
+
+
+def _start_afresh() -> None:
+    """Forgets, in a forked process, what is its parent's; another thread may hold the lock."""
+    global _lock, _server
+    _lock = threading.Lock()
+    _server = None
+    _retired.clear()
+
+
+os.register_at_fork(after_in_child=_start_afresh)
 
 
 def import_time_variables() -> dict[str, str]:
@@ -165,6 +181,8 @@ def close() -> None:
         if _server is not None and _server.owner == os.getpid():
             _server.close()
         _server = None
+        while _retired:
+            _retired.pop().close()
 
 
 def _is_open(descriptor: int) -> bool:
@@ -182,8 +200,12 @@ def _the_server() -> Server:
     if _server is not None and (
         not _server.alive() or _server.variables != import_time_variables()
     ):
-        _server.close()
+        _server.channel.hang_up()
+        _retired.append(_server)
         _server = None
+    for one in [one for one in _retired if one.process.poll() is not None]:
+        _retired.remove(one)
+        one.close()
     if _server is None:
         atexit.unregister(close)
         atexit.register(close)
