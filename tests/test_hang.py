@@ -244,7 +244,8 @@ def test_a_deadline_holds_under_torchrun(tmp_path: Path) -> None:
         try:
             train()
         except DeadlineExceeded as error:
-            print("LATE", error.__notes__[0].splitlines()[-1].strip() + "\\n", end="")
+            last = error.__notes__[0].splitlines()[-1].strip()
+            print(f"LATE {last}\\n", end="", flush=True)
         """,
     )
 
