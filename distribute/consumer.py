@@ -23,6 +23,7 @@ from typing import IO, Any, Protocol, TextIO
 from distribute.errors import RequestError
 
 _MOST_IN_MEMORY = 8 << 20
+_MOST_AT_ONCE = 1 << 18
 
 
 class Backlog:
@@ -67,9 +68,7 @@ class Backlog:
                 lambda: self._parts or self._begin < self._end or self._lost or self._closed
             )
             if self._parts:
-                number, data = self._parts.popleft()
-                self._size -= len(data)
-                return number, data
+                return self._pile()
             if self._file is not None and self._begin < self._end:
                 return self._read_back(self._file)
             self._close_file()
@@ -77,6 +76,16 @@ class Backlog:
                 lost, self._lost = self._lost, 0
                 return 2, f"distribute: no room for {lost} bytes of output, lost\n".encode()
             return None
+
+    def _pile(self) -> tuple[int, bytes]:
+        """Takes what has piled up for one stream: a notebook sends a message for each write."""
+        number, data = self._parts.popleft()
+        pile, size = [data], len(data)
+        while self._parts and self._parts[0][0] == number and size < _MOST_AT_ONCE:
+            pile.append(self._parts.popleft()[1])
+            size += len(pile[-1])
+        self._size -= size
+        return number, b"".join(pile)
 
     def _read_back(self, file: IO[bytes]) -> tuple[int, bytes]:
         head = os.pread(file.fileno(), self._HEAD.size, self._begin)
@@ -273,12 +282,12 @@ def _descriptor(stream: TextIO | None) -> int:
 def _pieces(data: bytes) -> Iterator[bytes]:
     """Cuts lines into parts that a pipe takes whole, so that others' come between lines only."""
     begin = 0
-    while len(data) - begin > select.PIPE_BUF:
-        end = data.rfind(b"\n", begin, begin + select.PIPE_BUF) + 1
-        end = end or data.find(b"\n", begin) + 1 or len(data)
+    while begin < len(data):
+        end = begin + select.PIPE_BUF
+        if end < len(data):
+            end = data.rfind(b"\n", begin, end) + 1 or data.find(b"\n", begin) + 1 or len(data)
         yield data[begin:end]
         begin = end
-    yield data[begin:]
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -136,6 +136,7 @@ class _Held:
         # process. A cell that is run again makes another one.
         self._shared: dict[str, weakref.ref[type]] = {}
         self._lock = threading.Lock()
+        self._abandoned = False
 
     @property
     def plan(self) -> Plan | None:
@@ -155,6 +156,8 @@ class _Held:
             yield
         finally:
             self._lock.release()
+            if self._abandoned:
+                self.end()
 
     def call(self, plan: Plan, task: Task) -> list[Outcome]:
         """Has every rank run a task; starts the processes if there are none.
@@ -165,6 +168,7 @@ class _Held:
         began = time.monotonic()
         started = self.plan is not None
         if not started:
+            self._crew = None  # that of the process which this one is a fork of
             copies = plan.method == "fork"
             self._shared = (
                 {name: weakref.ref(one) for name, one in main_classes().items()} if copies else {}
@@ -172,10 +176,10 @@ class _Held:
         # Before anything is started, or harmed: it may be impossible.
         payload = pack(task, main_names=self._still_shared())
         try:
+            self._plan, self._owner = plan, os.getpid()
             if not started:
-                self._crew, self._owner = _launch(plan), os.getpid()
+                self._crew = _launch(plan)
             assert self._crew is not None
-            self._plan = plan
             return self._crew.call(plan, payload, began=began)
         except BaseException:
             self.end()
@@ -195,7 +199,9 @@ class _Held:
 
     def abandon(self) -> None:
         """Ends the processes when nobody can use them any longer."""
-        # At the interpreter's end another thread may be in a call: the ranks end with us.
+        # Where a call is running: when it ends. It does not hold the object, and at the end of
+        # the interpreter it may be that of another thread, which the ranks end with.
+        self._abandoned = True
         if not self._lock.locked():
             self.end()
 

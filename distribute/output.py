@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import codecs
+import contextvars
 import fcntl
 import os
 import selectors
@@ -40,6 +41,7 @@ _LONGEST_LINE = 1 << 20
 # that is printed in pieces had better stay whole.
 _PATIENCE = 0.05
 _CATCH_UP_SECONDS = 0.2
+_SLOW_SECONDS = 10.0
 _TAIL_LINES = 50
 _TAIL_CHARACTERS = 2000
 # Consumers are known by numbers: the descriptors 1 and 2, and from here on the files of the ranks.
@@ -224,6 +226,7 @@ class Forwarder:
         self._asked: deque[threading.Event] = deque()
         self._stopping = False
         self._threads: list[threading.Thread] = []
+        self._taken = 0  # parts, by the consumers
 
     def start(self) -> None:
         """Begins to forward, to what are `sys.stdout` and `sys.stderr` at this moment."""
@@ -240,7 +243,11 @@ class Forwarder:
         for pipe in self._pipes:
             self._selector.register(pipe.descriptor, selectors.EVENT_READ, pipe)
         for name, work in (("reader", self._read), ("writer", self._write)):
-            thread = threading.Thread(target=work, name=f"distribute-output-{name}", daemon=True)
+            # In the caller's context, by which a notebook knows the cell that output belongs to.
+            within = contextvars.copy_context().run
+            thread = threading.Thread(
+                target=within, args=(work,), name=f"distribute-output-{name}", daemon=True
+            )
             self._threads.append(thread)
             thread.start()
 
@@ -262,7 +269,8 @@ class Forwarder:
         before what the next call writes, and before the interpreter ends.
 
         Args:
-            seconds: How long to wait for the consumer.
+            seconds: How long to wait for a consumer that takes nothing; one that is slow, as a
+                notebook's page is with many lines, has `_SLOW_SECONDS`.
         """
         global _late
         if not self._threads:
@@ -272,7 +280,11 @@ class Forwarder:
         self._wake()
         _late = writer
         reader.join()
-        writer.join(seconds)
+        limit = time.monotonic() + _SLOW_SECONDS
+        taken = -1
+        while writer.is_alive() and self._taken != taken and time.monotonic() < limit:
+            taken = self._taken
+            writer.join(seconds)
         self._selector.close()
         self._knock.close()
         self._knocked.close()
@@ -360,6 +372,7 @@ class Forwarder:
         while (part := self._backlog.get()) is not None:
             number, data = part
             self._consumers[number].write(data)
+            self._taken += 1
         for consumer in self._consumers.values():
             consumer.close()
 

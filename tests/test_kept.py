@@ -474,6 +474,13 @@ def test_the_end_of_the_object_is_theirs(method: str) -> None:
     assert held.tb is not None  # as a prompt keeps the last one
 
 
+@every_method
+def test_an_object_without_a_name_ends_with_its_call(method: str) -> None:
+    assert gone(two(method).run(os.getpid, returns="all"))
+    with pytest.raises(ZeroDivisionError):
+        two(method).run(lambda: 1 / 0)
+
+
 SCRIPT = """
 import os, signal, sys, distribute
 

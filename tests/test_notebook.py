@@ -421,6 +421,32 @@ def test_output_is_in_its_own_cell(notebook: Notebook) -> None:
     assert second.lines == ["[1] second", "second"]
 
 
+def test_what_a_slow_page_takes_late_is_in_its_own_cell(notebook: Notebook) -> None:
+    """The call does not wait for ever; what comes after it belongs to the cell that made it."""
+    slow = succeed(
+        notebook.run("""
+        from distribute import output
+        quick, output._SLOW_SECONDS = sys.stdout.write, 0.1
+        sys.stdout.write = lambda text: (time.sleep(2), quick(text))[1]
+        def body(ctx):
+            for number in range(3):
+                print("line", number)
+                time.sleep(0.3)
+
+        run(body, devices=2)
+        sys.stdout.write, output._SLOW_SECONDS = quick, 10.0
+        """)
+    )
+    assert slow.out.count("\n") < 6
+    later = succeed(notebook.run("time.sleep(5)"))
+
+    assert slow.lines == [
+        *(f"[1] line {number}" for number in range(3)),
+        *(f"line {number}" for number in range(3)),
+    ]
+    assert later.stream == []
+
+
 def test_what_holds_the_notebooks_streams_writes_to_the_ranks(notebook: Notebook) -> None:
     """As a log handler from an earlier cell."""
     succeed(
