@@ -9,7 +9,6 @@ import pytest
 from tests.scripts import run_python, write
 
 SCRIPT = """
-    import sys, threading
     import torch
     from distribute import run
 
@@ -24,37 +23,23 @@ SCRIPT = """
 
     if __name__ == "__main__":
         assert torch.get_num_threads() == 2
-        done = threading.Event()
-
-        def busy():
-            while not done.is_set():
-                work()
-
-        thread = threading.Thread(target=busy)
-        if sys.argv[1] == "busy":
-            thread.start()
         for _ in range(50):
             work()
             found = run(body, devices=2, strategy="ddp_fork", returns="all")
             assert found == [(2, 3), (2, 3)], found
             assert work() == 800
             assert torch.get_num_threads() == 2
-        done.set()
         print("DONE")
     """
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("other", ["none", "busy"])
-def test_fifty_forks_after_work_on_two_threads(tmp_path: Path, other: str) -> None:
-    """Each rank works on two threads, and so does the caller afterwards; no call hangs.
-
-    With another thread at work all the while a fork may be bad: the fork server takes over then.
-    """
+def test_fifty_forks_after_work_on_two_threads(tmp_path: Path) -> None:
+    """Each rank works on two threads, and so does the caller afterwards; no call hangs."""
     script = write(tmp_path, SCRIPT)
 
-    ended = run_python(script, other, environ={"OMP_NUM_THREADS": "2"}, timeout=280)
+    ended = run_python(script, environ={"OMP_NUM_THREADS": "2"}, timeout=280)
 
     assert ended.code == 0, ended.text
     assert "DONE" in ended.out
