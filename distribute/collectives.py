@@ -150,17 +150,19 @@ def from_main(world: World, obj: T) -> T:
         return obj
     group = dist.group.WORLD
     store = dist.distributed_c10d._get_default_store()
-    key = f"distribute/main/{_turn(group)}"
+    turn = _turn(group)
     if world.rank == 0:
-        store.set(key, "")
+        store.set(_MAIN, str(turn))
     else:
         pause = _SHORTEST_PAUSE
-        while not store.check([key]):
+        while not (store.check([_MAIN]) and int(store.get(_MAIN)) >= turn):
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
     return broadcast_object(world, obj)
 
 
+# Rank 0's turn in the store: one key, however often it is waited for.
+_MAIN = "distribute/main"
 # How often each default group has waited for rank 0.
 _turns: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _SHORTEST_PAUSE = 0.0001

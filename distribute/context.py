@@ -240,6 +240,7 @@ class Context:
 
         Raises:
             Exception: On every rank, what the function raised.
+            MainFailed: On the other ranks, in its place, if that cannot be sent.
         """
         report: tuple[bool, Any] | None = None
         with record.operation("on_main"):

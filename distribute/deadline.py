@@ -10,7 +10,7 @@ from typing import Any
 
 from distribute import notice, record
 from distribute.errors import DeadlineExceeded
-from distribute.interrupt import LAST_RESORT_SECONDS, Guard, WorldEnded
+from distribute.interrupt import LAST_RESORT_SECONDS, Guard
 
 _PERIOD = 0.05
 
@@ -32,12 +32,14 @@ def bounded(seconds: float | None, grace: float, function: Callable[[], Any]) ->
         watch = _Watch(seconds, grace, guard)
         watch.start()
         try:
-            return guard.run(function)
-        except WorldEnded:
-            pass  # the error below is the news
-        finally:
-            watch.left.set()
-            watch.join()
+            value = guard.run(function)
+        except BaseException:
+            # After the deadline whatever the function makes of its end is no news.
+            if not watch.finish():
+                raise
+        else:
+            if not watch.finish():
+                return value
     error = DeadlineExceeded(
         f"the call did not end within {seconds:g} s (deadline); see below where it was, or allow "
         "more time"
@@ -54,6 +56,12 @@ class _Watch(threading.Thread):
         self._guard = guard
         self.left = threading.Event()
         self.told = ""
+
+    def finish(self) -> bool:
+        """Ends this thread; tells whether the deadline came first."""
+        self.left.set()
+        self.join()
+        return bool(self.told)
 
     def run(self) -> None:
         if self.left.wait(self._seconds):

@@ -207,4 +207,4 @@ def _wait(processes: list[Process], limit: float) -> None:
             for one in running:
                 if one.fileno() >= 0:
                     selector.register(one.fileno(), selectors.EVENT_READ)
-            selector.select(min(max(left, 0.001), PERIOD))
+            selector.select(PERIOD if left <= 0 else min(left, PERIOD))

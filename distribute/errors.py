@@ -12,7 +12,8 @@ The tree, so that one can catch broadly or narrowly:
     +-- MainFailed (RuntimeError)     rank 0 left `main_process_first` by an exception
 
 An exception raised by the user's function is none of these: it reaches the caller as itself.
-Whatever reaches the caller has an attribute `outcomes`: one `RankOutcome` for each rank.
+What reaches the caller once the ranks have been started has an attribute `outcomes`: one
+`RankOutcome` for each rank.
 """
 
 from __future__ import annotations

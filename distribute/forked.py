@@ -22,6 +22,8 @@ PRELOADED = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo")
 
 def preload() -> None:
     """Imports what every rank will need; the environment and the files are as before."""
+    if all(name in sys.modules for name in PRELOADED):
+        return
     before = set(os.listdir(tempfile.gettempdir()))
     with unchanged_environment():
         for name in PRELOADED:

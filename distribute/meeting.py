@@ -7,9 +7,9 @@ say nothing and listen to nobody until its timeout; so each rank looks from time
 from __future__ import annotations
 
 import socket
-import sys
 import time
 
+from distribute import notice
 from distribute.environment import External
 from distribute.errors import JoinTimeout
 from distribute.rendezvous import Rendezvous
@@ -83,6 +83,6 @@ class Meeting:
             )
         if waited >= _NOTICE_SECONDS and not self._noticed:
             self._noticed = True
-            sys.stderr.write(f"distribute: waiting since {waited:.0f} s: {told}; {advice}\n")
+            notice.tell(f"distribute: waiting since {waited:.0f} s: {told}; {advice}\n")
         time.sleep(self._pause)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)

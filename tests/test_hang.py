@@ -442,3 +442,40 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace_period(tmp_path: Path) -> N
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def test_a_deadline_in_the_calling_process_is_the_news_whatever_the_function_does() -> None:
+    """It may swallow its end, or make another exception of it."""
+
+    def swallows(ctx: Context) -> int:
+        try:
+            time.sleep(600)
+        except BaseException:
+            pass
+        return ctx.world_size
+
+    def wraps(ctx: Context) -> None:
+        try:
+            time.sleep(600)
+        except BaseException as error:
+            raise RuntimeError("wrapped") from error
+
+    for body in (swallows, wraps):
+        with pytest.raises(DeadlineExceeded):
+            run(body, devices=1, deadline=0.3, grace=0.1)
+
+
+def test_waiting_for_the_main_rank_leaves_one_key_in_the_store() -> None:
+    """However often it is done, and each turn has its own value."""
+
+    def body(ctx: Context) -> tuple[list[int], int]:
+        store = dist.distributed_c10d._get_default_store()
+        before = store.num_keys()
+        found = [ctx.on_main(lambda one=one: one * 10) for one in range(50)]
+        ctx.barrier()
+        return found, store.num_keys() - before
+
+    expected = [one * 10 for one in range(50)]
+    (found, keys), (other, _) = run(body, returns="all", **FORK)
+    assert found == other == expected
+    assert keys <= 2

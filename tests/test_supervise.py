@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from distribute import Context, JoinTimeout, WorkerDied, WorkerError, run
+from tests.scripts import run_python, write
 
 FORK: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork"}
 
@@ -245,3 +246,31 @@ def test_every_error_carries_the_outcomes_of_all_ranks() -> None:
         assert [one.consequence for one in found] == [kind == "killed" for kind in kinds]
         assert found[-1].error == "KeyError: 'x'"
         assert 'raise KeyError("x")' in found[-1].traceback
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_a_handler_that_ends_the_program_ends_it(tmp_path: Path, strategy: str) -> None:
+    """As containers are told to stop: the call does not return as if it had come to its end."""
+    script = write(
+        tmp_path,
+        """
+        import os, signal, sys, time
+        from distribute import run
+
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+
+        def body(ctx):
+            if ctx.rank == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(600)
+
+        if __name__ == "__main__":
+            run(body, devices=2 if sys.argv[1] == "ddp" else 1, strategy=sys.argv[1], grace=1)
+            print("RETURNED")
+        """,
+    )
+
+    ended = run_python(script, strategy)
+
+    assert ended.code == 0
+    assert "RETURNED" not in ended.out

@@ -27,7 +27,7 @@ def run(plan: Plan, task: Task) -> list[Outcome]:
     Raises:
         Failure: The call did not succeed; with `NotReady` as its cause, a child did not work.
     """
-    forked.preload()  # seconds, the first time: not of the deadline
+    forked.preload()  # takes seconds at the first call, which are not the function's
     return run_once(plan, None, lambda: launch(plan, task))
 
 

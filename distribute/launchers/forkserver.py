@@ -65,7 +65,7 @@ class ServedProcess:
                 told = os.read(self._status, 16)
             except BlockingIOError:
                 return None
-            # Nothing told: the server itself has ended, and the kernel ended its children.
+            # Nothing told: the server itself has ended. The rank ends with its channel.
             self._code = int(told) if told else -9
         return self._code
 

@@ -6,6 +6,7 @@ from distribute import ambient, devices, display, outcome
 from distribute.context import Context
 from distribute.deadline import bounded
 from distribute.failure import carry
+from distribute.interrupt import from_handler
 from distribute.outcome import Outcome
 from distribute.plan import Plan
 from distribute.task import Task
@@ -35,6 +36,8 @@ def run(plan: Plan, task: Task) -> list[Outcome]:
         context = Context(world, display.here())
         value = bounded(plan.deadline, plan.grace, lambda: run_user(context, task))
     except SystemExit as error:
+        if from_handler(error):
+            raise  # the user's handler of a signal ends the program
         # As a rank of a larger world: the call returns None, or a failure is told.
         ended = outcome.system_exit(0, error, local=True)
         if not ended.failed:
