@@ -24,6 +24,9 @@ import pytest
 
 from tests.scripts import ROOT, Ended, run_python, tagged, write
 
+# Programs of their own, at seconds each: run by `make slow`.
+pytestmark = pytest.mark.slow
+
 STRATEGIES = ["ddp", "ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.slow)]
 ALL_STRATEGIES = [*STRATEGIES, pytest.param("ddp_forkserver", marks=pytest.mark.slow)]
 TRACEBACK = "Traceback (most recent call last)"

@@ -132,6 +132,9 @@ def test_a_prompt_in_the_middle_of_a_script(tmp_path: Path) -> None:
     """
     typed = """\
 from distribute import distributed, run
+
+# Programs of their own, at seconds each: run by `make slow`.
+pytestmark = pytest.mark.slow
 print("PLAN", str(distributed(devices=2)(len).plan()).splitlines()[0])
 print("SUM", run(lambda ctx: ctx.all_reduce(1), devices=2))
 exit

@@ -39,6 +39,9 @@ needs_bash = pytest.mark.skipif(BASH is None, reason="needs a shell with job con
 # signal is ignored that the test run itself may ignore.
 _ON_TERMINAL = """
 import fcntl, os, signal, sys, termios
+
+# Programs of their own, at seconds each: run by `make slow`.
+pytestmark = pytest.mark.slow
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 for name in ("INT", "QUIT", "HUP", "PIPE", "TERM", "TSTP", "TTIN", "TTOU", "CONT"):
     signal.signal(getattr(signal, "SIG" + name), signal.SIG_DFL)
