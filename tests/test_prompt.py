@@ -11,6 +11,9 @@ import pytest
 from tests.scripts import BIN, run_program, run_python, write
 from tests.test_terminal import CTRL_C, Terminal, needs_bash
 
+# Programs of their own, at seconds each: run by `make slow`.
+pytestmark = pytest.mark.slow
+
 # What is typed: the answer comes from two ranks, and the plan's first line says how.
 TYPED = """\
 import time
@@ -132,9 +135,6 @@ def test_a_prompt_in_the_middle_of_a_script(tmp_path: Path) -> None:
     """
     typed = """\
 from distribute import distributed, run
-
-# Programs of their own, at seconds each: run by `make slow`.
-pytestmark = pytest.mark.slow
 print("PLAN", str(distributed(devices=2)(len).plan()).splitlines()[0])
 print("SUM", run(lambda ctx: ctx.all_reduce(1), devices=2))
 exit

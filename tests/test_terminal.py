@@ -24,6 +24,9 @@ import pytest
 
 from tests.scripts import METHODS, ROOT, SLOW_METHODS, run_python, tagged, write
 
+# Programs of their own, at seconds each: run by `make slow`.
+pytestmark = pytest.mark.slow
+
 # What rank 0 is in when something is typed.
 STATES = [
     *((method, place) for method in ("reexec", "fork") for place in ("python", "collective")),
@@ -39,9 +42,6 @@ needs_bash = pytest.mark.skipif(BASH is None, reason="needs a shell with job con
 # signal is ignored that the test run itself may ignore.
 _ON_TERMINAL = """
 import fcntl, os, signal, sys, termios
-
-# Programs of their own, at seconds each: run by `make slow`.
-pytestmark = pytest.mark.slow
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 for name in ("INT", "QUIT", "HUP", "PIPE", "TERM", "TSTP", "TTIN", "TTOU", "CONT"):
     signal.signal(getattr(signal, "SIG" + name), signal.SIG_DFL)
