@@ -142,9 +142,12 @@ class Arrival:
         ]
 
     def _late(self) -> BaseException:
-        ranks = ", ".join(map(str, self._missing()))
         if self._ready_timeout is not None and not self.called:
-            return NotReady(f"rank(s) {ranks} not ready")
+            return NotReady(
+                "the forked processes did not start working, as happens when other threads were "
+                "busy at that moment"
+            )
+        ranks = ", ".join(map(str, self._missing()))
         return JoinTimeout(
             f"rank(s) {ranks} of {len(self._workers)} did not join within "
             f"{self._timeout:g} s (rendezvous_timeout); see whether they are stuck before the "

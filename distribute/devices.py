@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# Opened by a living CUDA or ROCm context, whichever library made it.
-_CONTEXT_FILES = ("/dev/nvidia-uvm", "/dev/kfd")
+# Opened by a living context of these, whichever library made it.
+_CONTEXT_FILES = {"/dev/nvidia-uvm": "CUDA", "/dev/kfd": "ROCm"}
 
 
 def available() -> dict[str, int]:
@@ -26,15 +26,15 @@ def available() -> dict[str, int]:
     return {found.type: count} if count else {}
 
 
-def live() -> bool:
-    """Tells whether this process holds an accelerator context, which no fork survives."""
+def live() -> str:
+    """Returns what this process holds a context of, which no fork survives, or an empty string."""
     import torch
 
     for name in ("cuda", "xpu", "mtia"):
         module: Any = getattr(torch, name, None)
         if module is not None and module.is_initialized():
-            return True
-    return any(name in _CONTEXT_FILES for name in _open_files())
+            return name.upper()
+    return next((_CONTEXT_FILES[one] for one in _open_files() if one in _CONTEXT_FILES), "")
 
 
 def device(accelerator: str, index: int | None) -> torch.device:

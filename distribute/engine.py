@@ -130,12 +130,11 @@ def carry_out(chosen: Plan, launch: Callable[[Plan], list[Outcome]]) -> Any:
         consumer.make_files(chosen.output, chosen.forwarded)
     global _called
     _called = True
+    if chosen.remark:
+        notice.tell(f"distribute: {chosen.remark}\n")
     done = _attempt(chosen, launch)
     if isinstance(done, NotReady):
-        notice.tell(
-            "distribute: the forked processes did not start working, as happens when other "
-            "threads were busy at that moment; the fork server takes over\n"
-        )
+        notice.tell(f"distribute: {done}; the fork server takes over\n")
         done = _attempt(replace(chosen, method="forkserver"), launch)
     if isinstance(done, BaseException):
         try:

@@ -50,4 +50,4 @@ def carry(error: BaseException, outcomes: tuple[RankOutcome, ...]) -> None:
 
 
 class NotReady(DistributeError):
-    """Raised when forked workers did not prove themselves in time; another method takes over."""
+    """Raised when a fork is no good now, for the reason in the text; another method takes over."""

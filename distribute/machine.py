@@ -20,7 +20,7 @@ class Machine:
         backends: Process-group backends that this torch has.
         cores: CPU cores that this process may use.
         can_fork: Whether the platform has a fork that torch survives.
-        live_accelerator: Whether this process holds an accelerator context.
+        live_accelerator: What this process holds a context of, such as "CUDA", or empty.
         interactive: What kind of prompt or notebook this is, or empty.
         main_thread: Whether the caller is the main thread.
         other_threads: Whether other Python threads are running.
@@ -37,7 +37,7 @@ class Machine:
     backends: frozenset[str] = frozenset({"gloo"})
     cores: int = 1
     can_fork: bool = True
-    live_accelerator: bool = False
+    live_accelerator: str = ""
     interactive: str = ""
     main_thread: bool = True
     other_threads: bool = False

@@ -58,6 +58,7 @@ class Plan:
         command: What re-executed workers run.
         cores: CPU cores to share out.
         external: The world of an external launcher.
+        remark: What the user is told when the call begins, as another choice is the usual one.
     """
 
     method: Method
@@ -78,6 +79,7 @@ class Plan:
     command: tuple[str, ...] = ()
     cores: int = 1
     external: External | None = None
+    remark: str = ""
 
     def __str__(self) -> str:
         lines = [
@@ -206,9 +208,12 @@ def resolve(
     else:
         idle = machine.kept == devices and machine.kept_accelerator == accelerator
         method, reason = _method(wanted, len(devices), idle, machine, rest)
+    # In a notebook a fork is the usual one: ranks of the fork server see less of what cells made.
+    unusual = machine.interactive and wanted is None and method == "forkserver"
     return Plan(
         method, reason, devices=devices, backend=backend, world_size=len(devices),
-        command=machine.script if method == "reexec" else (), **rest,
+        command=machine.script if method == "reexec" else (),
+        remark=f"the fork server makes the ranks: {reason}" if unusual else "", **rest,
     )  # fmt: skip
 
 
@@ -292,7 +297,7 @@ def _unsafe_fork(machine: Machine) -> str:
     if not machine.can_fork:
         return "torch does not survive a fork on this platform"
     if machine.live_accelerator:
-        return "this process holds an accelerator context, which no fork survives"
+        return f"this process holds a {machine.live_accelerator} context, which no fork survives"
     if not machine.main_thread or machine.other_threads:
         return "other threads are running, whose locks a fork would copy"
     return ""
@@ -328,7 +333,8 @@ def _no_fork(machine: Machine, kept: bool, restarts: int) -> tuple[str, ...]:
         return "this platform has no fork that torch survives", 'use "spawn"'
     if machine.live_accelerator:
         return (
-            "this process already holds an accelerator context, which no fork survives",
+            f"this process already holds a {machine.live_accelerator} context, which no fork "
+            "survives",
             'use "forkserver", or leave it to "auto"',
         )
     return ()

@@ -406,7 +406,7 @@ def reexec(ground: Ground) -> list[str]:
 @producer
 def fork(ground: Ground) -> list[str]:
     return [
-        refused(Machine(accelerators={"cuda": 2}, live_accelerator=True), strategy="ddp_fork"),
+        refused(Machine(accelerators={"cuda": 2}, live_accelerator="CUDA"), strategy="ddp_fork"),
         refused(Machine(can_fork=False), strategy="ddp_fork", devices=2),
     ]
 
@@ -924,6 +924,36 @@ def forked(ground: Ground) -> list[str]:
     ground.patch.setattr("distribute.launchers.fork._READY_SECONDS", 0.5)
     _in_fork.append(lambda: time.sleep(600))
     assert run(lambda ctx: ctx.all_gather(ctx.rank), **FORK) == [0, 1]
+    return [ground.written()]
+
+
+@producer
+def busy(ground: Ground) -> list[str]:
+    stop = threading.Event()
+
+    def compute() -> None:
+        while not stop.is_set():
+            torch.ones(64, 64).mm(torch.ones(64, 64))
+
+    thread = threading.Thread(target=compute, name="trainer")
+    thread.start()
+    found: list[str] = []
+    try:
+        for names in (threading.enumerate, list):
+            ground.patch.setattr(threading, "enumerate", names)
+            assert run(lambda ctx: ctx.all_gather(ctx.rank), **FORK) == [0, 1]
+            found.append(ground.written())
+    finally:
+        stop.set()
+        thread.join()
+    return found
+
+
+@producer
+def server(ground: Ground) -> list[str]:
+    ground.patch.setattr("distribute.command.interactive", lambda: "a notebook kernel")
+    ground.patch.setattr("distribute.devices.live", lambda: "CUDA")
+    assert run(lambda ctx: ctx.all_gather(ctx.rank), devices=2) == [0, 1]
     return [ground.written()]
 
 

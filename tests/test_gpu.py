@@ -91,6 +91,6 @@ def test_a_living_context_forbids_a_fork_and_only_that() -> None:
     """The automatic choice goes to the fork server; asking for a fork is refused with advice."""
     torch.ones(1, device="cuda")
 
-    with pytest.raises(RequestError, match="accelerator context"):
+    with pytest.raises(RequestError, match="CUDA context"):
         run(body, devices=2, accelerator="cpu", strategy="ddp_fork")
     assert run(lambda ctx: ctx.all_gather(ctx.rank), devices=2, accelerator="cpu") == [0, 1]

@@ -564,7 +564,7 @@ def test_a_fork_of_the_caller_that_ends_as_a_program_does_not_end_them(tmp_path:
         ({}, "fork"),
         ({"interactive": "a notebook kernel", "other_threads": True}, "fork"),
         ({"other_threads": True}, "forkserver"),
-        ({"live_accelerator": True}, "forkserver"),
+        ({"live_accelerator": "CUDA"}, "forkserver"),
         ({"main_thread": False}, "forkserver"),
         ({"kept": (0, 1), "kept_accelerator": "cpu"}, "fork"),
         ({"group": (0, 2, "gloo")}, "attached"),

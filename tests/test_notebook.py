@@ -216,7 +216,7 @@ def test_a_fork_is_safe_after_work_in_threads(notebook: Notebook) -> None:
         (
             "from distribute import devices; was = devices._CONTEXT_FILES\n"
             "context = open('nvidia-uvm', 'w')\n"
-            "devices._CONTEXT_FILES = (os.path.abspath(context.name),)",
+            "devices._CONTEXT_FILES = {os.path.abspath(context.name): 'CUDA'}",
             "devices._CONTEXT_FILES = was; context.close()",
         ),
     ],
@@ -250,12 +250,15 @@ def test_a_live_accelerator_leads_to_the_fork_server(
         "[(2, False), (2, False)]",
         "[1] rank 1",
         "rank 0",
-        "start method  forkserver: a notebook kernel, where this process holds an accelerator "
-        "context, which no fork survives",
-        "start method 'fork': this process already holds an accelerator context, which no fork "
+        "start method  forkserver: a notebook kernel, where this process holds a CUDA context, "
+        "which no fork survives",
+        "start method 'fork': this process already holds a CUDA context, which no fork "
         'survives; use "forkserver", or leave it to "auto"',
     ]
-    assert cell.err == ""
+    assert cell.err == (
+        "distribute: the fork server makes the ranks: a notebook kernel, where this process holds "
+        "a CUDA context, which no fork survives\n"
+    )
 
 
 # -- exceptions ------------------------------------------------------------------------------------

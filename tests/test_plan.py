@@ -125,10 +125,10 @@ CHOICES: list[tuple[str, dict[str, Any], Machine, dict[str, str], str, str]] = [
     (
         "notebook, live GPU",
         {"devices": 2},
-        gpus(live_accelerator=True, **NOTEBOOK),
+        gpus(live_accelerator="CUDA", **NOTEBOOK),
         {},
         "forkserver",
-        "holds an accelerator context",
+        "holds a CUDA context",
     ),
     (
         "notebook without fork",
@@ -141,7 +141,7 @@ CHOICES: list[tuple[str, dict[str, Any], Machine, dict[str, str], str, str]] = [
     # A script, at its first call.
     ("script", {"devices": 2}, cpus(), {}, "reexec", "first call of a script"),
     ("script, all GPUs", {}, gpus(), {}, "reexec", "first call"),
-    ("script, live GPU", {}, gpus(live_accelerator=True), {}, "reexec", "first call"),
+    ("script, live GPU", {}, gpus(live_accelerator="CUDA"), {}, "reexec", "first call"),
     ("script, threads", {"devices": 2}, cpus(other_threads=True), {}, "reexec", "first call"),
     ("script without fork", {"devices": 2}, cpus(can_fork=False), {}, "reexec", "first call"),
     (
@@ -173,7 +173,7 @@ CHOICES: list[tuple[str, dict[str, Any], Machine, dict[str, str], str, str]] = [
     (
         "later, other devices",
         {"devices": [2, 3]},
-        gpus(earlier_calls=True, kept=(0, 1), kept_accelerator="cuda", live_accelerator=True),
+        gpus(earlier_calls=True, kept=(0, 1), kept_accelerator="cuda", live_accelerator="CUDA"),
         {},
         "forkserver",
         "whose workers are not those",
@@ -181,7 +181,7 @@ CHOICES: list[tuple[str, dict[str, Any], Machine, dict[str, str], str, str]] = [
     (
         "later, other accelerator",
         {"devices": 2, "accelerator": "cpu"},
-        gpus(earlier_calls=True, kept=(0, 1), kept_accelerator="cuda", live_accelerator=True),
+        gpus(earlier_calls=True, kept=(0, 1), kept_accelerator="cuda", live_accelerator="CUDA"),
         {},
         "forkserver",
         "whose workers are not those",
@@ -197,10 +197,10 @@ CHOICES: list[tuple[str, dict[str, Any], Machine, dict[str, str], str, str]] = [
     (
         "later, live GPU",
         {},
-        gpus(earlier_calls=True, live_accelerator=True),
+        gpus(earlier_calls=True, live_accelerator="CUDA"),
         {},
         "forkserver",
-        "accelerator context",
+        "CUDA context",
     ),
     (
         "later, no fork",
@@ -223,7 +223,7 @@ CHOICES: list[tuple[str, dict[str, Any], Machine, dict[str, str], str, str]] = [
     (
         "-c, live GPU",
         {"devices": 2},
-        gpus(script=(), no_script=NO_SCRIPT, live_accelerator=True),
+        gpus(script=(), no_script=NO_SCRIPT, live_accelerator="CUDA"),
         {},
         "forkserver",
         "no script on disk",
@@ -286,9 +286,9 @@ def test_only_a_plan_for_reexec_holds_the_command():
 def test_fork_is_refused_where_a_context_is_alive(option: str):
     asked = {"strategy": "ddp_fork", "start_method": "fork"}[option]
 
-    text = refusal(gpus(live_accelerator=True), **{option: asked})
+    text = refusal(gpus(live_accelerator="CUDA"), **{option: asked})
 
-    assert "already holds an accelerator context" in text
+    assert "already holds a CUDA context" in text
     assert '"forkserver"' in text
 
 

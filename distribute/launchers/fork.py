@@ -7,9 +7,10 @@ import traceback
 import warnings
 from typing import NoReturn
 
-from distribute import forked, openmp, worker
+from distribute import forked, openmp, threads, worker
 from distribute.channel import own_fork
 from distribute.crew import Berth, Crew, assemble, run_once
+from distribute.failure import Failure, NotReady
 from distribute.link import WatchedLink
 from distribute.messages import Ready
 from distribute.outcome import Outcome
@@ -25,7 +26,7 @@ def run(plan: Plan, task: Task) -> list[Outcome]:
     """Runs a task in forks of this process.
 
     Raises:
-        Failure: The call did not succeed; with `NotReady` as its cause, a child did not work.
+        Failure: The call did not succeed; with `NotReady` as its cause, a fork is no good now.
     """
     forked.preload()  # takes seconds at the first call, which are not the function's
     return run_once(plan, None, lambda: launch(plan, task))
@@ -37,9 +38,17 @@ def launch(plan: Plan, task: Task | None = None) -> Crew:
     Args:
         plan: The plan.
         task: What they run at a call that carries no task.
+
+    Raises:
+        Failure: With `NotReady` as its cause: a fork is no good now.
     """
     forked.preload()
     worker.flush()
+    busy = threads.at_work()
+    if busy:
+        raise Failure(
+            NotReady(f"{busy} of this process was at work, and a fork copies what it had locked")
+        )
     return assemble(plan, _Forker(task).fork, ready_timeout=_READY_SECONDS)
 
 
