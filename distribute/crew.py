@@ -60,12 +60,16 @@ class Crew:
         port: Port of the rendezvous store.
         ready_timeout: See `Supervisor`.
         calls: How many calls they have been given.
+        keep: Whether they are for more than one call, and hold on to their process group.
+        group: Number of the call whose process group they hold, or None.
     """
 
     members: list[Worker]
     port: int
     ready_timeout: float | None = None
     calls: int = field(default=0)
+    keep: bool = False
+    group: int | None = field(default=None)
 
     def call(
         self,
@@ -87,7 +91,7 @@ class Crew:
             Failure: The call did not succeed, and the processes have been ended.
         """
         with Signals() as signals, self.forwarded(plan) as forwarder:
-            return Supervisor(
+            outcomes = Supervisor(
                 self.members,
                 lambda: self.next_call(plan, payload, restarts),
                 plan,
@@ -96,6 +100,9 @@ class Crew:
                 signals=signals,
                 catch_up=forwarder.catch_up,
             ).run()
+        if not all(one.holds_group for one in outcomes):
+            self.group = None
+        return outcomes
 
     @contextmanager
     def forwarded(self, plan: Plan) -> Generator[Forwarder]:
@@ -112,6 +119,8 @@ class Crew:
         """Makes the message of the next call, with the surroundings of this moment."""
         streams = Streams.capture()
         number, self.calls = self.calls, self.calls + 1
+        if self.group is None:
+            self.group = number
         return Call(
             number=number,
             plan=plan,
@@ -120,6 +129,8 @@ class Crew:
             streams=streams,
             settings=Settings.capture(),
             display=display.here(),
+            group=self.group,
+            keep=self.keep,
             restarts=restarts,
             payload=payload,
         )

@@ -179,6 +179,7 @@ class _Held:
             self._plan, self._owner = plan, os.getpid()
             if not started:
                 self._crew = _launch(plan)
+                self._crew.keep = True
             assert self._crew is not None
             return self._crew.call(plan, payload, began=began)
         except BaseException:

@@ -49,6 +49,9 @@ class Call:
         streams: Random-number states to start from.
         settings: torch's settings to run under.
         display: What the launcher's output is shown on.
+        group: Number of the call whose process group this one uses: its own, or an earlier one's
+            that all ranks still hold.
+        keep: Whether the ranks hold on to the group for a later call.
         restarts: How often the world was started again before this call.
         payload: The task; None when the worker has it already.
     """
@@ -60,6 +63,8 @@ class Call:
     streams: Streams
     settings: Settings
     display: Display
+    group: int
+    keep: bool = False
     restarts: int = 0
     payload: Payload | None = field(default=None)
 
@@ -81,6 +86,11 @@ class Joined:
 @dataclass(frozen=True)
 class Go:
     """To a worker: all ranks have joined; run the function."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """To a worker that has returned: let go of the process group, others may wait for you in it."""
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,7 @@ class Outcome:
         echo: Whether it looks like the consequence of another rank's failure.
         consequence: Whether it came after the call had failed, and is part of its end.
         streams: Final states of the random-number generators (rank 0 only).
+        holds_group: Whether the rank still holds the process group of the call, as it was made.
     """
 
     rank: int
@@ -96,6 +97,7 @@ class Outcome:
     echo: bool = False
     consequence: bool = False
     streams: Any = None
+    holds_group: bool = False
 
     @property
     def failed(self) -> bool:

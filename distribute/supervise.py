@@ -22,7 +22,7 @@ from distribute.ending import PERIOD, Ending, Worker, dismiss
 from distribute.errors import DeadlineExceeded, DistributeError, JoinTimeout, WorkerDied
 from distribute.failure import Failure
 from distribute.interrupt import Guard, Signals
-from distribute.messages import Call, Go, Joined, Joining, Ready, Site
+from distribute.messages import Call, Go, Joined, Joining, Leave, Ready, Site
 from distribute.outcome import Outcome
 from distribute.plan import Plan
 from distribute.report import Sighting
@@ -32,6 +32,9 @@ from distribute.stopping import Stopped
 _ECHO_SECONDS = 1.0
 # How long the first failure waits for one that was earlier but is reported later.
 _ORDER_SECONDS = 0.02
+# How long ranks that have returned hold on to a process group that is kept for the next call, while
+# others may wait for them in it.
+_HOLD_SECONDS = 0.05
 # How often ranks are looked at that may have been stopped, of which nothing else tells.
 _LOOK_SECONDS = 1.0
 # Exceptions of signal handlers while the ranks end: then whoever sends them is obeyed.
@@ -92,6 +95,7 @@ class Supervisor:
         self._stopped = Stopped()
         self.outcomes: dict[int, Outcome] = {}
         self._suspect: float | None = None
+        self._leave_at: float | None = None
         self._interruptions = 0
         self.cause: BaseException | None = None
         self._cause_rank: int | None = None
@@ -186,6 +190,8 @@ class Supervisor:
             times.append(self._ends)
         if self.cause is None and not self._arrival.complete:
             times.append(self._arrival.due())
+        if self.cause is None and self._leave_at is not None:
+            times.append(self._leave_at)
         return max(0.0, min(times) - now)
 
     def _tick(self, now: float) -> None:
@@ -198,6 +204,8 @@ class Supervisor:
                 self._settle_failure()
             elif self._ends is not None and now >= self._ends and not everybody:
                 self._settle(self._overdue(), hang=True)
+            elif self._leave_at is not None and now >= self._leave_at and not everybody:
+                self._have_left()
             elif now >= self._look_at:
                 self._look_at = now + _LOOK_SECONDS
                 self._stopped.look(self.workers, self._gone)
@@ -302,6 +310,8 @@ class Supervisor:
         if outcome.consequence and worker.process is not None:
             dismiss(worker)
         self.outcomes[outcome.rank] = outcome
+        if outcome.holds_group and self._leave_at is None:
+            self._leave_at = time.monotonic() + _HOLD_SECONDS
         if not outcome.failed or self.cause is not None:
             return
         now = time.monotonic()
@@ -310,6 +320,17 @@ class Supervisor:
                 self._suspect = now + _ECHO_SECONDS
         else:
             self._suspect = min(self._suspect or math.inf, now + _ORDER_SECONDS)
+
+    def _have_left(self) -> None:
+        """Has the ranks that have returned let go of the group: others may wait in it for them."""
+        self._leave_at = None
+        for rank, one in self.outcomes.items():
+            if one.holds_group:
+                one.holds_group = False
+                try:
+                    self.workers[rank].channel.send(Leave())
+                except OSError:
+                    pass  # it has ended; its handle says so
 
     def _settle_failure(self) -> None:
         failed = [one for one in self.outcomes.values() if one.failed]

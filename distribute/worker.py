@@ -7,7 +7,7 @@
        |  <---------- Joining --------- |
        |  <---------- Joined ---------- |
        |  ------------ Go ------------> |   once all ranks have joined: run the function
-       |  <---------- Outcome --------- |   leave the process group
+       |  <---------- Outcome --------- |   leave the process group, unless it is kept
        |  ------- Call or Close ------> |   again, or end
 
 The rank in the calling process (re-exec, attached, inline) takes the same steps without the
@@ -30,7 +30,7 @@ from distribute.display import PLAIN
 from distribute.environment import WORKER_MARKER
 from distribute.interrupt import WorldEnded, from_handler
 from distribute.link import Link, WatchedLink
-from distribute.messages import Call, Close, Go, Joined, Joining, Ready, Stop
+from distribute.messages import Call, Close, Go, Joined, Joining, Leave, Ready, Stop
 from distribute.outcome import Outcome
 from distribute.payload import main_classes
 from distribute.place import Place, marked
@@ -48,6 +48,8 @@ class Seat:
         self.device = devices.device(place.accelerator, place.device_index)
         self._listening = listening
         self._rendezvous: Rendezvous | None = None
+        # The call whose process group is still held, or None.
+        self._group: int | None = None
         self._freed = False
 
     def join(self, call: Call, *, local: bool) -> Context:
@@ -58,7 +60,9 @@ class Seat:
             local: Whether this is the calling process.
         """
         plan, rank = call.plan, self.place.rank
-        if plan.world_size > 1:
+        if self._group is not None and self._group != call.group:
+            self.leave()
+        if plan.world_size > 1 and self._group is None:
             if self._rendezvous is None:
                 # The server's from now on, whatever comes of it.
                 listening, self._listening = self._listening, None
@@ -72,13 +76,14 @@ class Seat:
                 if self._freed:
                     raise WorldEnded
             self._rendezvous.join(
-                f"call-{call.number}",
+                f"call-{call.group}",
                 backend=plan.backend,
                 rank=rank,
                 world_size=plan.world_size,
                 timeout=plan.timeout,
                 device=self.device,
             )
+            self._group = call.group
         world = World(
             rank=rank,
             local_rank=rank,
@@ -93,6 +98,16 @@ class Seat:
             restart_count=call.restarts,
         )
         return Context(world, PLAIN if plan.detached and not local else call.display)
+
+    @property
+    def holds_group(self) -> bool:
+        """Whether the process group of the last call is there, as it was made."""
+        return self._group is not None and rendezvous.only_group()
+
+    def leave(self) -> None:
+        """Lets go of the process group of a call that was good; those who wait in it are freed."""
+        self._group = None
+        rendezvous.leave(failed=False)
 
     def free(self) -> None:
         """Frees whoever waits in the store; called by the supervisor's thread."""
@@ -143,6 +158,7 @@ def run_call(
         set_streams(call)
         value = run_user(context, task, guarded)
         result = outcome.returned(rank, value, local=local)
+        result.holds_group = call.keep and seat.holds_group
         if rank == 0 and call.plan.seed is None and not local:
             result.streams = ambient.Streams.capture()
     except WorldEnded:
@@ -201,10 +217,13 @@ def serve(
     """
     link.send(ready)
     while not isinstance(message := link.receive(), Close):
+        if isinstance(message, Leave):
+            seat.leave()
+            continue
         assert isinstance(message, Call)
         result = run_call(seat, message, _taker(message, first), link, local=False)
-        if not result.failed:
-            rendezvous.leave(failed=False)
+        if not result.failed and not result.holds_group:
+            seat.leave()
         del result
     flush()
     os._exit(0)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import distribute
@@ -347,6 +348,92 @@ def test_a_hundred_calls_leave_nothing_growing(method: str) -> None:
     for (files, threads), (files_before, threads_before) in zip(after, before, strict=True):
         assert files <= files_before + 2
         assert threads <= threads_before + 2
+
+
+# -- the process group -------------------------------------------------------------------------
+
+
+def group(ctx: Context) -> tuple[int, int, str]:
+    """What tells a process group from the one before it, and that it works."""
+    return id(dist.group.WORLD), ctx.all_reduce(ctx.rank + 1), dist.get_backend()
+
+
+@every_method
+def test_the_process_group_is_kept_from_call_to_call(method: str) -> None:
+    with two(method) as kept:
+        first = kept.run(group, returns="all")
+        assert [one[1:] for one in first] == [(3, "gloo")] * 2
+        for _ in range(3):
+            assert kept.run(group, returns="all") == first
+
+
+def more_groups(ctx: Context) -> None:
+    dist.new_group([0])
+
+
+def no_group(ctx: Context) -> None:
+    dist.destroy_process_group()
+
+
+def other_group(ctx: Context) -> None:
+    store = dist.HashStore()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+def other_on_one(ctx: Context) -> None:
+    if ctx.rank == 1:
+        other_group(ctx)
+
+
+@pytest.mark.parametrize("change", [more_groups, no_group, other_group, other_on_one])
+def test_a_process_group_that_the_function_has_changed_is_made_anew(
+    change: Callable[[Context], None],
+) -> None:
+    """And nothing that it has made is left."""
+    with two() as kept:
+        kept.run(group)
+        kept.run(change)
+        for _ in range(3):
+            assert [one[1:] for one in kept.run(group, returns="all")] == [(3, "gloo")] * 2
+        assert kept.run(lambda: len(dist.distributed_c10d._world.pg_map), returns="all") == [1, 1]
+
+
+def test_a_rank_that_has_returned_does_not_let_others_wait_in_a_kept_group() -> None:
+    def body(ctx: Context) -> None:
+        if ctx.rank == 1:
+            ctx.barrier()
+
+    with two(timeout=60) as kept:
+        kept.run(group)
+        with pytest.raises(RuntimeError) as caught:
+            kept.run(body)
+        assert "rank(s) 0 had returned, while this rank waited for them" in str(
+            caught.value.__notes__
+        )
+        assert kept.run(group)[1:] == (3, "gloo")
+
+
+def test_ranks_that_end_far_apart_meet_again_in_the_next_call() -> None:
+    def body(ctx: Context) -> int:
+        time.sleep(0.5 * ctx.rank)
+        return ctx.rank
+
+    with two() as kept:
+        for _ in range(2):
+            assert kept.run(body, returns="all") == [0, 1]
+            assert kept.run(group)[1:] == (3, "gloo")
+
+
+def test_a_kept_world_of_one_has_no_group() -> None:
+    def body(ctx: Context) -> tuple[int, bool]:
+        return ctx.all_reduce(5), dist.is_initialized()
+
+    with workers(devices=1, start_method="fork") as kept:
+        assert [kept.run(body) for _ in range(3)] == [(5, False)] * 3
+
+
+# -- what a report says ------------------------------------------------------------------------
 
 
 def test_a_report_tells_of_this_call_only() -> None:
