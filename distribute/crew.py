@@ -15,7 +15,8 @@ from distribute.channel import Channel
 from distribute.ending import Worker
 from distribute.failure import Failure
 from distribute.interrupt import Signals
-from distribute.messages import Call
+from distribute.known import News
+from distribute.messages import Call, Forget, Hold
 from distribute.outcome import Outcome
 from distribute.output import Forwarder, Tap
 from distribute.payload import Payload
@@ -103,6 +104,16 @@ class Crew:
         if not all(one.holds_group for one in outcomes):
             self.group = None
         return outcomes
+
+    def tell(self, news: News) -> None:
+        """Tells the workers which buffers to keep from now on, and which no longer."""
+        holds = [Hold(number, Payload([size], None, file)) for number, size, file in news.files]
+        for worker in self.members:
+            try:
+                for one in (*map(Forget, news.forgotten), *holds):
+                    worker.channel.send(one)
+            except OSError:
+                pass  # it has ended; the next call says so
 
     @contextmanager
     def forwarded(self, plan: Plan) -> Generator[Forwarder]:

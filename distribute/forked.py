@@ -12,7 +12,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from distribute import cells, worker
+from distribute import cells, memory, worker
 from distribute.channel import Channel
 from distribute.place import Place
 
@@ -63,6 +63,7 @@ def enter(place: Place, channel: Channel, *, group: bool) -> None:
         # reads.
         os.setpgid(0, os.getpgid(place.launcher))
     channel.tie(group=group)
+    memory.close_inherited()
     worker.show(channel.record)
     theirs = sys.stdout, sys.stderr
     worker.settle(place)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, overloa
 from distribute import engine
 from distribute.decorated import inside
 from distribute.errors import RequestError
+from distribute.known import Known
 from distribute.payload import main_classes, pack
 from distribute.plan import Plan
 from distribute.request import Request, one_of
@@ -135,6 +136,7 @@ class _Held:
         # The classes of `__main__` that the workers have as well, as they are copies of this
         # process. A cell that is run again makes another one.
         self._shared: dict[str, weakref.ref[type]] = {}
+        self._known = Known()
         self._lock = threading.Lock()
         self._abandoned = False
 
@@ -169,23 +171,29 @@ class _Held:
         started = self.plan is not None
         if not started:
             self._crew = None  # that of the process which this one is a fork of
+            self._known = Known()
             copies = plan.method == "fork"
             self._shared = (
                 {name: weakref.ref(one) for name, one in main_classes().items()} if copies else {}
             )
         # Before anything is started, or harmed: it may be impossible.
-        payload = pack(task, main_names=self._still_shared())
+        known = self._known
+        payload = pack(task, main_names=self._still_shared(), known=known)
+        news = known.news()
         try:
             self._plan, self._owner = plan, os.getpid()
             if not started:
                 self._crew = _launch(plan)
                 self._crew.keep = True
             assert self._crew is not None
+            self._crew.tell(news)
+            known.sweep()
             return self._crew.call(plan, payload, began=began)
         except BaseException:
             self.end()
             raise
         finally:
+            news.close()
             payload.close()
 
     def _still_shared(self) -> frozenset[str]:

@@ -11,14 +11,30 @@ from collections.abc import Iterable, Sequence
 
 
 def written(parts: Sequence[bytes | memoryview]) -> int:
-    """Writes bytes into a new memory file and returns its descriptor."""
+    """Writes bytes into a new memory file and returns its descriptor, for `close`."""
     descriptor = new()
+    _written.add(descriptor)
     try:
         _write_all(descriptor, parts)
     except BaseException:
-        os.close(descriptor)
+        close(descriptor)
         raise
     return descriptor
+
+
+def close(descriptor: int) -> None:
+    """Closes a memory file; its mappings stay valid."""
+    _written.discard(descriptor)
+    os.close(descriptor)
+
+
+def close_inherited() -> None:
+    """Closes what this process has as a fork of one that was sending: it gets its own copies."""
+    for descriptor in list(_written):
+        close(descriptor)
+
+
+_written: set[int] = set()
 
 
 def mapped(descriptor: int, size: int) -> memoryview:

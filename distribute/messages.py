@@ -69,6 +69,30 @@ class Call:
     payload: Payload | None = field(default=None)
 
 
+@dataclass
+class Hold:
+    """To a worker: keep this buffer, calls will refer to it by its number.
+
+    Attributes:
+        number: The number.
+        payload: The buffer, in a memory file.
+    """
+
+    number: int
+    payload: Payload
+
+
+@dataclass(frozen=True)
+class Forget:
+    """To a worker: no call will refer to this buffer again.
+
+    Attributes:
+        number: Its number.
+    """
+
+    number: int
+
+
 @dataclass(frozen=True)
 class Joining:
     """From a worker: I have my task and go to meet the others."""

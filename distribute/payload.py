@@ -12,17 +12,18 @@ import importlib
 import importlib.machinery
 import io
 import marshal
-import os
 import pickle
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
 
 from distribute import cells, memory
+from distribute.known import Known
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,8 @@ class Payload:
 
     Attributes:
         sizes: Length in bytes of the pickle stream and of each out-of-band buffer, in order.
-        inline: The concatenated bytes when they are few, else None.
+        known: Numbers of the buffers that the receiver has already, by their place in that order.
+        inline: The concatenated bytes of the others when they are few, else None.
         memory: Descriptor of the memory file that holds them otherwise. It is never pickled: the
             channel sends it beside the message.
     """
@@ -45,25 +47,35 @@ class Payload:
     sizes: list[int]
     inline: bytes | None
     memory: int | None = field(default=None, compare=False)
+    known: dict[int, int] = field(default_factory=dict[int, int])
 
-    def __getstate__(self) -> tuple[list[int], bytes | None]:
+    def __getstate__(self) -> tuple[list[int], bytes | None, dict[int, int]]:
         """Leaves the descriptor to the channel."""
-        return self.sizes, self.inline
+        return self.sizes, self.inline, self.known
 
-    def __setstate__(self, state: tuple[list[int], bytes | None]) -> None:
-        self.sizes, self.inline = state
+    def __setstate__(self, state: tuple[list[int], bytes | None, dict[int, int]]) -> None:
+        self.sizes, self.inline, self.known = state
         self.memory = None
 
-    def load(self) -> Any:
-        """Rebuilds the object; its tensors and arrays are writable and private to this process."""
+    def load(self, held: Mapping[int, int] = MappingProxyType({})) -> Any:
+        """Rebuilds the object; its tensors and arrays are writable and private to this process.
+
+        Args:
+            held: Memory files of the buffers that were sent before, by number.
+        """
         if self.inline is not None:
             whole = memoryview(bytearray(self.inline))
         else:
             assert self.memory is not None
-            whole = memory.mapped(self.memory, sum(map(_padded, self.sizes)))
+            here = (one for place, one in enumerate(self.sizes) if place not in self.known)
+            whole = memory.mapped(self.memory, sum(map(_padded, here)))
         parts: list[memoryview] = []
         start = 0
-        for size in self.sizes:
+        for place, size in enumerate(self.sizes):
+            number = self.known.get(place)
+            if number is not None:
+                parts.append(memory.mapped(held[number], size))
+                continue
             parts.append(whole[start : start + size])
             start += _padded(size)
         return pickle.loads(parts[0], buffers=parts[1:])
@@ -71,11 +83,17 @@ class Payload:
     def close(self) -> None:
         """Closes this process's descriptor of the memory file; mappings of it stay valid."""
         if self.memory is not None:
-            os.close(self.memory)
+            memory.close(self.memory)
             self.memory = None
 
 
-def pack(obj: object, *, main_names: frozenset[str] | None = None, home: bool = False) -> Payload:
+def pack(
+    obj: object,
+    *,
+    main_names: frozenset[str] | None = None,
+    home: bool = False,
+    known: Known | None = None,
+) -> Payload:
     """Pickles an object.
 
     Args:
@@ -85,16 +103,23 @@ def pack(obj: object, *, main_names: frozenset[str] | None = None, home: bool = 
             receiver has the same `__main__` as this process.
         home: Whether the object returns to the caller: tensors arrive detached and on the CPU,
             and models without their data-parallel wrapper.
+        known: What the receivers of earlier messages still have, if they are to keep this, too.
     """
     stream = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
-    _Pickler(stream, buffers.append, main_names, home).dump(obj)
+    pickler = _Pickler(stream, buffers.append, main_names, home)
+    pickler.dump(obj)
     views = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
     sizes = [view.nbytes for view in views]
+    numbers: dict[int, int] = {}
+    if known is not None:
+        found = [known.number(view, pickler.owner(view)) for view in views[1:]]
+        numbers = {place: one for place, one in enumerate(found, 1) if one is not None}
+        views = [view for place, view in enumerate(views) if place not in numbers]
     parts = [part for view in views for part in (view, bytes(_padded(view.nbytes) - view.nbytes))]
-    if sum(map(_padded, sizes)) <= INLINE_BYTES:
-        return Payload(sizes, b"".join(parts))
-    return Payload(sizes, None, memory.written(parts))
+    if sum(_padded(view.nbytes) for view in views) <= INLINE_BYTES:
+        return Payload(sizes, b"".join(parts), known=numbers)
+    return Payload(sizes, None, memory.written(parts), numbers)
 
 
 def _padded(size: int) -> int:
@@ -117,6 +142,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._home = home
         # What is pickled through a pointer must stay alive until it has been written.
         self._kept: list[object] = []
+        # The storage behind each view of memory that has no object of its own.
+        self._storages: dict[int, object] = {}
+
+    def owner(self, view: memoryview) -> object:
+        """Returns the object that a buffer belongs to: a storage, an array."""
+        return self._storages.get(id(view.obj), view.obj)
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduces what pickle and cloudpickle reduce badly for our use; leaves them the rest."""
@@ -155,8 +186,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
         kind: object = obj.__class__
         if kind is torch.UntypedStorage and obj.device.type == "cpu":
-            self._kept.append(obj)
-            return _storage, (pickle.PickleBuffer(_storage_view(obj)), obj.nbytes())
+            view = _storage_view(obj)
+            self._kept += [obj, view]
+            self._storages[id(view)] = obj
+            return _storage, (pickle.PickleBuffer(view), obj.nbytes())
         if kind is torch.TypedStorage:
             untyped = obj._untyped_storage
             self._kept.append(untyped)

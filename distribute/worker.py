@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -30,7 +30,18 @@ from distribute.display import PLAIN
 from distribute.environment import WORKER_MARKER
 from distribute.interrupt import WorldEnded, from_handler
 from distribute.link import Link, WatchedLink
-from distribute.messages import Call, Close, Go, Joined, Joining, Leave, Ready, Stop
+from distribute.messages import (
+    Call,
+    Close,
+    Forget,
+    Go,
+    Hold,
+    Joined,
+    Joining,
+    Leave,
+    Ready,
+    Stop,
+)
 from distribute.outcome import Outcome
 from distribute.payload import main_classes
 from distribute.place import Place, marked
@@ -215,13 +226,21 @@ def serve(
         ready: What to report first.
         first: The task of a call that carries none, or the part of it that is already here.
     """
+    held: dict[int, int] = {}
     link.send(ready)
     while not isinstance(message := link.receive(), Close):
         if isinstance(message, Leave):
             seat.leave()
             continue
+        if isinstance(message, Hold):
+            assert message.payload.memory is not None
+            held[message.number] = message.payload.memory
+            continue
+        if isinstance(message, Forget):
+            os.close(held.pop(message.number))
+            continue
         assert isinstance(message, Call)
-        result = run_call(seat, message, _taker(message, first), link, local=False)
+        result = run_call(seat, message, _taker(message, first, held), link, local=False)
         if not result.failed and not result.holds_group:
             seat.leave()
         del result
@@ -229,13 +248,13 @@ def serve(
     os._exit(0)
 
 
-def _taker(call: Call, first: Task | None) -> Callable[[], Task]:
+def _taker(call: Call, first: Task | None, held: Mapping[int, int]) -> Callable[[], Task]:
     def take() -> Task:
         if call.payload is None:
             assert first is not None
             return first
         try:
-            sent: Task = call.payload.load()
+            sent: Task = call.payload.load(held)
         finally:
             call.payload.close()
         return sent if first is None or sent.function is not None else sent.completed_by(first)

@@ -36,6 +36,7 @@ plan channel
 display machine request place payload home
 record output
 consumer
+known
 ambient cgroup command devices environment interrupt memory openmp process rendezvous threads tree world
 cells errors lifeline notice
 launchers.__init__
