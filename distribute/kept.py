@@ -16,10 +16,10 @@ from distribute import engine
 from distribute.decorated import inside
 from distribute.errors import RequestError
 from distribute.known import Known
-from distribute.payload import main_classes, pack
+from distribute.payload import main_classes
 from distribute.plan import Plan
 from distribute.request import Request, one_of
-from distribute.task import Task
+from distribute.task import Task, packed
 
 if TYPE_CHECKING:
     from distribute.crew import Crew
@@ -120,10 +120,7 @@ class Workers:
         return f"<distribute.Workers: {now.world_size} on {now.accelerator}, {state}>"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "workers cannot be sent to another process, as a variable that a function uses or as "
-            "an argument; they belong to the process that made them"
-        )
+        raise TypeError("workers belong to the process that made them")
 
 
 class _Held:
@@ -178,7 +175,7 @@ class _Held:
             )
         # Before anything is started, or harmed: it may be impossible.
         known = self._known
-        payload = pack(task, main_names=self._still_shared(), known=known)
+        payload = packed(task, self._still_shared(), known)
         news = known.news()
         try:
             self._plan, self._owner = plan, os.getpid()

@@ -7,12 +7,20 @@ import socket
 import time
 import traceback
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, cast
 
 from distribute import cells
-from distribute.errors import RankOutcome, RemoteTraceback, WorkerDied, WorkerError
+from distribute.culprit import find
+from distribute.errors import (
+    RankOutcome,
+    RemoteTraceback,
+    RequestError,
+    WorkerDied,
+    WorkerError,
+)
 from distribute.home import home
-from distribute.payload import Payload, pack
+from distribute.payload import Payload, pack, refusal
 
 # An attribute of an exception that was raised on one rank and raised again on others: its rank.
 ORIGIN = "_distribute_rank"
@@ -163,7 +171,15 @@ def returned(rank: int, value: Any, *, local: bool) -> Outcome:
     """
     if local:
         return Outcome(rank, "returned", local=home(value))
-    return Outcome(rank, "returned", payload=pack(value, home=True))
+    try:
+        return Outcome(rank, "returned", payload=pack(value, home=True))
+    except Exception:
+        found = find(f"the value of rank {rank}", "", value, partial(refusal, home=True))
+        if found is None:
+            raise
+    raise RequestError(
+        found.where, found.reason, "return numbers, tensors, state dicts and other plain data"
+    ) from found.error
 
 
 def system_exit(rank: int, error: SystemExit, *, local: bool) -> Outcome:

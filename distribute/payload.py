@@ -15,10 +15,11 @@ import marshal
 import pickle
 import sys
 import types
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import cloudpickle
 
@@ -122,13 +123,40 @@ def pack(
     return Payload(sizes, None, memory.written(parts), numbers)
 
 
+def refusal(
+    obj: object, *, main_names: frozenset[str] | None = None, home: bool = False
+) -> Exception | None:
+    """Returns why an object cannot be packed, or None; its large buffers are not copied."""
+    try:
+        _Pickler(cast("Any", _Nowhere()), lambda _: None, main_names, home).dump(obj)
+    except Exception as error:
+        return error
+    return None
+
+
+class _Nowhere:
+    def write(self, data: bytes) -> int:
+        return len(data)
+
+
 def _padded(size: int) -> int:
     # Numbers must not lie across their own alignment; 64 bytes are enough for all of them.
     return -(-size // 64) * 64
 
 
+def _reduce_file(file: Any) -> Any:
+    if file in (sys.stdout, sys.stderr):
+        return cloudpickle.Pickler.dispatch_table[io.TextIOWrapper](file)
+    # cloudpickle would send all that is in the file, as a copy in memory.
+    raise TypeError("cannot pickle '_io.TextIOWrapper' object")
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle with storages out of band and two cases of classes and functions by reference."""
+
+    dispatch_table: ClassVar[Any] = ChainMap(
+        {io.TextIOWrapper: _reduce_file}, cast("Any", cloudpickle.Pickler.dispatch_table)
+    )
 
     def __init__(
         self,

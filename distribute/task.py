@@ -9,11 +9,15 @@ import sys
 import types
 import typing
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
-from distribute.payload import Payload, pack
+from distribute.culprit import Culprit, find
+from distribute.errors import RequestError
+from distribute.known import Known
+from distribute.payload import Payload, pack, refusal
 
 
 @dataclass
@@ -144,6 +148,79 @@ def check_arguments(task: Task) -> None:
         raise TypeError(f"{name}(): {error}") from None
 
 
+def packed(task: Task, main_names: frozenset[str] | None, known: Known | None = None) -> Payload:
+    """Packs a task with its function.
+
+    Args:
+        task: The task.
+        main_names: See `payload.pack`.
+        known: See `payload.pack`.
+
+    Raises:
+        RequestError: A part of it cannot be sent.
+    """
+    try:
+        return pack(task, main_names=main_names, known=known)
+    except Exception:
+        found = _culprit(task, main_names)
+        if found is None:
+            raise
+    raise refused(found) from found.error
+
+
+def refused(found: Culprit) -> RequestError:
+    """Returns the error that names what cannot be sent."""
+    return RequestError(
+        found.where,
+        found.reason,
+        'it is for processes that inherit it: use start_method="fork"'
+        if found.inherited
+        else 'make it inside the function, or use start_method="fork", whose ranks have a copy of '
+        "everything",
+    )
+
+
+def _culprit(task: Task, main_names: frozenset[str] | None) -> Culprit | None:
+    for kind, name, value in _named(task):
+        found = find(kind, name, value, partial(refusal, main_names=main_names))
+        if found is not None:
+            return found
+    return None
+
+
+def _named(task: Task) -> Iterator[tuple[str, str, Any]]:
+    """Yields the parts of a task with what the user calls them."""
+    try:
+        assert task.function is not None
+        names = list(inspect.signature(task.function).parameters)
+    except (TypeError, ValueError):
+        names = []
+    if task.context_at is not None:
+        del names[task.context_at : task.context_at + 1]
+    for index, one in enumerate(task.args):
+        yield "argument", names[index] if index < len(names) else str(index + 1), one
+    for name, one in task.kwargs.items():
+        yield "argument", name, one
+    if task.function is not None:
+        yield "function", getattr(task.function, "__qualname__", ""), task.function
+
+
+def check_inherited(task: Task) -> None:
+    """Refuses arguments that only processes can share that inherit them; before any is started.
+
+    Raises:
+        RequestError: There is one, such as a queue of `multiprocessing`.
+    """
+    arguments = replace(task, function=None)
+    if refusal(arguments) is None:
+        return
+    for kind, name, value in _named(task):
+        if kind == "argument":
+            found = find(kind, name, value, refusal)
+            if found is not None and found.inherited:
+                raise refused(found) from found.error
+
+
 def pack_arguments(task: Task, main_names: frozenset[str]) -> Payload:
     """Packs a task without its function, for workers that have come to the call themselves.
 
@@ -152,21 +229,20 @@ def pack_arguments(task: Task, main_names: frozenset[str]) -> Payload:
     try:
         return pack(Task(None, task.args, task.kwargs), main_names=main_names)
     except Exception:
-        args = tuple(_sendable(index, one, main_names) for index, one in enumerate(task.args))
-        kwargs = {name: _sendable(name, one, main_names) for name, one in task.kwargs.items()}
+        named = [one for one in _named(task) if one[0] == "argument"]
+        values = [_sendable(name, value, main_names) for _, name, value in named]
+        args, rest = tuple(values[: len(task.args)]), values[len(task.args) :]
+        kwargs = dict(zip(task.kwargs, rest, strict=True))
         return pack(Task(None, args, kwargs), main_names=main_names)
 
 
-def _sendable(key: int | str, value: object, main_names: frozenset[str]) -> object:
-    try:
-        pack(value, main_names=main_names).close()
-    except Exception as error:
-        name = f"argument {key!r}" if isinstance(key, str) else f"argument {key + 1}"
-        warnings.warn(
-            f"{name} ({type(value).__name__}) cannot be sent to the other ranks "
-            f"({type(error).__name__}: {error}); they use the one that they made themselves when "
-            "the script ran there",
-            stacklevel=2,
-        )
-        return Own()
-    return value
+def _sendable(name: str, value: object, main_names: frozenset[str]) -> object:
+    found = find("argument", name, value, partial(refusal, main_names=main_names))
+    if found is None:
+        return value
+    warnings.warn(
+        f"{found.where}: {found.reason}; the other ranks use the argument that they made "
+        "themselves when the script ran there",
+        stacklevel=2,
+    )
+    return Own()

@@ -168,6 +168,8 @@ def run_call(
         call.settings.apply()
         set_streams(call)
         value = run_user(context, task, guarded)
+        if rank > 0 and call.plan.returns == "main":
+            value = None  # nobody asked for it
         result = outcome.returned(rank, value, local=local)
         result.holds_group = call.keep and seat.holds_group
         if rank == 0 and call.plan.seed is None and not local:

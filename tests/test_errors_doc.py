@@ -712,11 +712,15 @@ def worker_error(ground: Ground) -> list[str]:
 
 @producer
 def pickle(ground: Ground) -> list[str]:
-    value = caught(lambda: run(lambda ctx: threading.Lock(), **FORK))
-    argument = caught(lambda: run(lambda ctx, lock: None, threading.Lock(), **SERVER))
+    lock = threading.Lock()
+    value = caught(lambda: run(lambda ctx: {"lock": lock}, **FORK))
     assert value.__notes__[0].startswith("raised by rank")
-    assert not hasattr(argument, "__notes__")
-    return [shown(value), shown(argument)]
+    found = [value]
+    for held in (lock, multiprocessing.Lock()):
+        found.append(caught(lambda held=held: run(lambda ctx, x: None, held, **SERVER)))
+        assert not hasattr(found[-1], "__notes__")
+    found.append(caught(lambda: run(lambda ctx: lock, **SERVER)))
+    return [*map(shown, found)]
 
 
 @producer

@@ -38,7 +38,7 @@ record output
 consumer
 known
 ambient cgroup command devices environment interrupt memory openmp process rendezvous threads tree world
-cells errors lifeline notice
+cells culprit errors lifeline notice
 launchers.__init__
 """  # noqa: E501
 RANK = {name: -row for row, line in enumerate(LAYERS.split("\n")) for name in line.split()}

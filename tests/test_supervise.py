@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from distribute import Context, JoinTimeout, WorkerDied, WorkerError, run
+from distribute import Context, JoinTimeout, RequestError, WorkerDied, WorkerError, run
 from tests.scripts import run_python, write
 
 FORK: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork"}
@@ -181,7 +181,7 @@ def test_a_value_that_cannot_be_pickled_is_an_error_of_its_rank() -> None:
 
         return threading.Lock()
 
-    with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object"):
+    with pytest.raises(RequestError, match=r"cannot pickle '_thread\.lock' object"):
         run(body, **FORK)
 
 

@@ -214,7 +214,7 @@ def test_arguments_are_packed_without_the_function():
 def test_an_argument_that_cannot_be_sent_is_named_and_left_to_the_receiver():
     lock = threading.Lock()
 
-    with pytest.warns(UserWarning, match="cannot be sent to the other ranks") as caught:
+    with pytest.warns(UserWarning, match="cannot be sent to another process") as caught:
         found = packed(Task(annotated, (1, lock, "x"), {"guard": lock, "k": 2}, 0))
 
     first, own, last = found.args
@@ -223,8 +223,8 @@ def test_an_argument_that_cannot_be_sent_is_named_and_left_to_the_receiver():
     assert found.kwargs == {"k": 2}
     texts = sorted(str(one.message) for one in caught)
     assert len(texts) == 2
-    assert texts[0].startswith("argument 'guard' (lock) cannot be sent")
-    assert texts[1].startswith("argument 2 (lock) cannot be sent")
+    assert texts[0].startswith("argument `2`: a thread lock (_thread.lock) cannot be sent")
+    assert texts[1].startswith("argument `guard`: a thread lock (_thread.lock) cannot be sent")
     assert all("cannot pickle" in text for text in texts)
 
 

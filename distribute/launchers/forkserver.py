@@ -17,11 +17,10 @@ from distribute.channel import Channel
 from distribute.crew import Berth, Crew, assemble, run_once
 from distribute.ending import Worker
 from distribute.outcome import Outcome
-from distribute.payload import pack
 from distribute.plan import Plan
 from distribute.process import ChildProcess
 from distribute.server import Order
-from distribute.task import Task
+from distribute.task import Task, packed
 
 _IMPORT_TIME = (
     "CUDA_", "GOMP_", "HIP_", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_",
@@ -35,7 +34,7 @@ def run(plan: Plan, task: Task) -> list[Outcome]:
     Raises:
         Failure: The call did not succeed.
     """
-    return run_once(plan, pack(task, main_names=frozenset()), lambda: launch(plan))
+    return run_once(plan, packed(task, frozenset()), lambda: launch(plan))
 
 
 def launch(plan: Plan) -> Crew:

@@ -24,11 +24,10 @@ from distribute.lead import Led
 from distribute.link import WatchedLink
 from distribute.messages import Ready, Site
 from distribute.outcome import Outcome
-from distribute.payload import pack
 from distribute.place import Place
 from distribute.plan import Plan
 from distribute.process import ChildProcess
-from distribute.task import Task, pack_arguments
+from distribute.task import Task, check_inherited, pack_arguments, packed
 
 _IMPORTED = time.monotonic()
 
@@ -54,7 +53,8 @@ def run(plan: Plan, task: Task, site: Site) -> list[Outcome]:
     """
     global _kept
     if _kept is not None:
-        return _kept.call(plan, task, lambda ready: pack(task, main_names=_main_names(ready)))
+        return _kept.call(plan, task, lambda ready: packed(task, _main_names(ready)))
+    check_inherited(task)
     _kept = _launch(plan)
     atexit.register(_close)
     return _kept.call(

@@ -7,10 +7,9 @@ import subprocess
 from distribute import process
 from distribute.crew import Berth, Crew, assemble, run_once
 from distribute.outcome import Outcome
-from distribute.payload import pack
 from distribute.plan import Plan
 from distribute.process import ChildProcess
-from distribute.task import Task
+from distribute.task import Task, packed
 
 
 def run(plan: Plan, task: Task) -> list[Outcome]:
@@ -19,7 +18,7 @@ def run(plan: Plan, task: Task) -> list[Outcome]:
     Raises:
         Failure: The call did not succeed.
     """
-    return run_once(plan, pack(task, main_names=frozenset()), lambda: launch(plan))
+    return run_once(plan, packed(task, frozenset()), lambda: launch(plan))
 
 
 def launch(plan: Plan) -> Crew:
