@@ -31,6 +31,7 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(RUN) benchmarks/startup.py $(BENCH)
 	$(RUN) benchmarks/failure.py $(BENCH)
+	$(RUN) benchmarks/values.py $(BENCH)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -130,7 +130,7 @@ class Crew:
         """Makes the message of the next call, with the surroundings of this moment."""
         streams = Streams.capture()
         number, self.calls = self.calls, self.calls + 1
-        if self.group is None:
+        if self.group is None or not self.keep:
             self.group = number
         return Call(
             number=number,

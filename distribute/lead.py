@@ -130,7 +130,7 @@ class Led:
             try:
                 try:
                     if not result.failed:
-                        rendezvous.leave(failed=False)
+                        self.seat.leave()
                 except BaseException as error:
                     early = error
                 interrupted = watch.finish() or early
