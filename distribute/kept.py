@@ -78,7 +78,7 @@ class Workers:
                     "make new ones with distribute.workers(...)",
                 )
             chosen = self._plan = replace(self.plan(), returns=wanted)
-            launch = partial(self._held.call, task=task)
+            launch = partial(self._held.run, task=task)
             if chosen.method == "attached":
                 launch = partial(engine.launch, task=task, site=site)
             # An exception's traceback holds this frame, and a prompt or notebook holds the last
@@ -159,7 +159,11 @@ class _Held:
             if self._abandoned:
                 self.end()
 
-    def call(self, plan: Plan, task: Task) -> list[Outcome]:
+    def run(self, plan: Plan, task: Task) -> list[Outcome]:
+        """Has every rank run a task, and the state of its objects come back; see `_call`."""
+        return engine.with_state(plan, task, partial(self._call, plan))
+
+    def _call(self, plan: Plan, task: Task) -> list[Outcome]:
         """Has every rank run a task; starts the processes if there are none.
 
         Raises:

@@ -6,13 +6,17 @@ import os
 import socket
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from distribute import cells
+from distribute import cells, interrupt
 from distribute.errors import RankOutcome, RemoteTraceback, WorkerDied, WorkerError
 from distribute.home import home
 from distribute.payload import Payload, pack
+
+if TYPE_CHECKING:
+    from distribute.state import Held
 
 # An attribute of an exception that was raised on one rank and raised again on others: its rank.
 ORIGIN = "_distribute_rank"
@@ -79,6 +83,7 @@ class Outcome:
         echo: Whether it looks like the consequence of another rank's failure.
         consequence: Whether it came after the call had failed, and is part of its end.
         streams: Final states of the random-number generators (rank 0 only).
+        parts: The caller's objects whose state is in the payload beside the value (rank 0 only).
     """
 
     rank: int
@@ -96,6 +101,7 @@ class Outcome:
     echo: bool = False
     consequence: bool = False
     streams: Any = None
+    parts: Sequence[Any] = ()
 
     @property
     def failed(self) -> bool:
@@ -108,13 +114,19 @@ class Outcome:
             self.payload.close()
 
     def value(self) -> Any:
-        """Returns the value of a rank that returned."""
+        """Returns the value of a rank that returned; the state that came with it is there then."""
         if self.payload is None:
             return self.local
         try:
-            return self.payload.load()
+            changes, value = self.payload.load(self.parts)
         finally:
             self.payload.close()
+        if changes:
+            from distribute import state
+
+            with interrupt.held():
+                state.apply(changes, self.parts)
+        return value
 
     def error(self) -> BaseException:
         """Returns the exception that tells the caller about this failure."""
@@ -151,29 +163,41 @@ class Outcome:
         return error
 
 
-def returned(rank: int, value: Any, *, local: bool) -> Outcome:
+def returned(rank: int, value: Any, *, local: bool, held: Held | None = None) -> Outcome:
     """Makes the outcome of a rank whose function returned.
 
     Args:
         rank: The rank.
         value: What it returned.
         local: Whether the rank is the calling process, to which the value itself goes.
+        held: What it holds of the caller's objects, whose state goes with the value.
     """
     if local:
         return Outcome(rank, "returned", local=home(value))
-    return Outcome(rank, "returned", payload=pack(value, home=True))
+    if held is None:
+        return Outcome(rank, "returned", payload=pack(((), value), home=True))
+    changes = held.changes()
+    payload: Payload | None = None
+    try:
+        payload = pack((changes, value), home=True, known=held.parts)
+    except Exception:
+        pass  # and again without what cannot be sent: if that is the value, it is told then
+    if payload is None:
+        payload = pack((held.sendable(changes), value), home=True, known=held.parts)
+    return Outcome(rank, "returned", payload=payload)
 
 
-def system_exit(rank: int, error: SystemExit, *, local: bool) -> Outcome:
+def system_exit(rank: int, error: SystemExit, *, local: bool, held: Held | None = None) -> Outcome:
     """Makes the outcome of a rank whose function called `sys.exit`.
 
     Args:
         rank: The rank.
         error: What that raised; without a code, or with 0, the function has returned None.
         local: Whether the rank is the calling process.
+        held: See `returned`.
     """
     if error.code is None or (isinstance(error.code, int) and error.code == 0):
-        return returned(rank, None, local=local)
+        return returned(rank, None, local=local, held=held)
     code = error.code if isinstance(error.code, int) else 1
     text = "" if isinstance(error.code, int) else f" with {_text(error)!r}"
     return Outcome(

@@ -17,6 +17,7 @@ import pickle
 import sys
 import types
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -54,8 +55,12 @@ class Payload:
         self.sizes, self.inline = state
         self.memory = None
 
-    def load(self) -> Any:
-        """Rebuilds the object; its tensors and arrays are writable and private to this process."""
+    def load(self, known: Sequence[object] = ()) -> Any:
+        """Rebuilds the object; its tensors and arrays are writable and private to this process.
+
+        Args:
+            known: What stands here for the objects that the sender knew; see `pack`.
+        """
         if self.inline is not None:
             whole = memoryview(bytearray(self.inline))
         else:
@@ -66,7 +71,11 @@ class Payload:
         for size in self.sizes:
             parts.append(whole[start : start + size])
             start += _padded(size)
-        return pickle.loads(parts[0], buffers=parts[1:])
+        token = _known.set(known)
+        try:
+            return pickle.loads(parts[0], buffers=parts[1:])
+        finally:
+            _known.reset(token)
 
     def close(self) -> None:
         """Closes this process's descriptor of the memory file; mappings of it stay valid."""
@@ -75,7 +84,28 @@ class Payload:
             self.memory = None
 
 
-def pack(obj: object, *, main_names: frozenset[str] | None = None, home: bool = False) -> Payload:
+# What the payload that is being loaded calls by number.
+_known: ContextVar[Sequence[object]] = ContextVar("known", default=())
+
+
+def _of_known(number: int) -> object:
+    return _known.get()[number]
+
+
+class Again:
+    """Stands for an object that was pickled before it in the same payload; else for None."""
+
+    def __init__(self, obj: object) -> None:
+        self.obj = obj
+
+
+def pack(
+    obj: object,
+    *,
+    main_names: frozenset[str] | None = None,
+    home: bool = False,
+    known: Sequence[object] = (),
+) -> Payload:
     """Pickles an object.
 
     Args:
@@ -85,10 +115,11 @@ def pack(obj: object, *, main_names: frozenset[str] | None = None, home: bool = 
             receiver has the same `__main__` as this process.
         home: Whether the object returns to the caller: tensors arrive detached and on the CPU,
             and models without their data-parallel wrapper.
+        known: Objects that the receiver has as well: they are not sent but called by their number.
     """
     stream = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
-    _Pickler(stream, buffers.append, main_names, home).dump(obj)
+    _Pickler(stream, buffers.append, main_names, home, known).dump(obj)
     views = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
     sizes = [view.nbytes for view in views]
     parts = [part for view in views for part in (view, bytes(_padded(view.nbytes) - view.nbytes))]
@@ -111,12 +142,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         on_buffer: Callable[[pickle.PickleBuffer], object],
         main_names: frozenset[str] | None,
         home: bool,
+        known: Sequence[object],
     ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=on_buffer)
         self._main_names = main_names
         self._home = home
         # What is pickled through a pointer must stay alive until it has been written.
         self._kept: list[object] = []
+        self._numbers = {id(one): at for at, one in enumerate(known) if one is not None}
+        self._begun: set[int] = set()
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduces what pickle and cloudpickle reduce badly for our use; leaves them the rest."""
@@ -153,7 +187,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _reduce_torch(self, obj: Any) -> Any:
         import torch
 
+        if id(obj) in self._numbers:
+            return _of_known, (self._numbers[id(obj)],)
+        self._begun.add(id(obj))
         kind: object = obj.__class__
+        if kind is Again:
+            return _itself, (obj.obj if id(obj.obj) in self._begun else None,)
         if kind is torch.UntypedStorage and obj.device.type == "cpu":
             self._kept.append(obj)
             return _storage, (pickle.PickleBuffer(_storage_view(obj)), obj.nbytes())

@@ -9,11 +9,12 @@ import sys
 import types
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from distribute.payload import Payload, pack
+from distribute import stateful
+from distribute.payload import Again, Payload, pack
 
 
 @dataclass
@@ -26,12 +27,22 @@ class Task:
         args: Positional arguments.
         kwargs: Keyword arguments.
         context_at: Position of the context among the positional arguments, or None.
+        parts: Objects inside the arguments, or the function, whose state comes back, and what they
+            are made of. Where the task is sent, these are at the same places the receiver's own,
+            or None for what is not in it.
     """
 
     function: Callable[..., Any] | None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     context_at: int | None = None
+    parts: Sequence[Any] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Sends the parts after the arguments, whose pickle decides what of them there is."""
+        state = {**self.__dict__}
+        state["parts"] = tuple(map(Again, state.pop("parts")))
+        return state
 
     def run(self, context: object) -> Any:
         """Calls the function."""
@@ -43,6 +54,10 @@ class Task:
         if self.context_at is None:
             return self.args
         return (*self.args[: self.context_at], context, *self.args[self.context_at :])
+
+    def stateful(self) -> list[Any]:
+        """Returns the modules, optimizers, schedulers and gradient scalers that it is given."""
+        return stateful.found(self.function, self.args, self.kwargs)
 
     def completed_by(self, own: Task) -> Task:
         """Fills in what could not be sent from the task that a worker came to the call with."""

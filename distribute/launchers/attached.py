@@ -70,7 +70,11 @@ def _in_world(plan: Plan, world: World, task: Task, site: Site) -> Any:
     try:
         context = Context(dataclasses.replace(world, seed=seed), display.here())
         mine = _with_plain(task, arguments[0])
-        value = bounded(plan.deadline, plan.grace, lambda: run_user(context, mine))
+        value = bounded(
+            plan.deadline,
+            plan.grace,
+            lambda: run_user(context, mine, write_back=plan.write_back),
+        )
         if plan.returns == "all":
             return collectives.all_gather_object(world, home(value))
         return _of_main(world, home(value))
