@@ -24,8 +24,8 @@ from distribute.stateful import is_lazy
 class Change(Protocol):
     """What became of one part."""
 
-    def apply(self, own: Any) -> None:
-        """Does the same to the caller's part."""
+    def apply(self, own: Any) -> str:
+        """Does the same to the caller's part; returns why not, or an empty string."""
         ...
 
 
@@ -64,16 +64,23 @@ class Held:
 
 def apply(changes: Sequence[Change | None], parts: Sequence[Any]) -> None:
     """Applies what became of rank 0's parts to the caller's."""
+    missing: list[tuple[str, str]] = []
     # The parameters first: what an optimizer holds goes to where they are.
     order = sorted(range(len(parts)), key=lambda index: not isinstance(changes[index], OfTensor))
     for index in order:
         change, own = changes[index], parts[index]
-        if change is None:
-            continue
         try:
-            change.apply(own)
+            reason = "" if change is None else change.apply(own)
         except Exception as error:  # the call has succeeded, and its value is not to be lost
-            Unsent(f"it is refused here ({type(error).__name__}: {error})").apply(own)
+            reason = f"it is refused here ({type(error).__name__}: {error})"
+        if reason:
+            missing.append((type(own).__name__, reason))
+    for name, reason in missing:
+        warnings.warn(
+            f"the state of an argument ({name}) comes back in part: {reason}; return what is "
+            "missing, or make it before the call",
+            stacklevel=2,
+        )
 
 
 def _change(part: Any, kind: type, known: set[int]) -> Change | None:
@@ -105,7 +112,7 @@ class OfTensor:
     data: torch.Tensor
     requires_grad: bool
 
-    def apply(self, own: torch.Tensor) -> None:
+    def apply(self, own: torch.Tensor) -> str:
         """Writes into the caller's tensor; it takes another shape or type only where it must."""
         if is_lazy(own):
             cast("Any", own).materialize(self.data.shape, dtype=self.data.dtype)
@@ -120,6 +127,7 @@ class OfTensor:
                 own.data = _moved(self.data, own.device)
         if own.is_leaf and own.requires_grad != self.requires_grad:
             own.requires_grad_(self.requires_grad)
+        return ""
 
 
 def _of_tensor(tensor: torch.Tensor) -> Change | None:
@@ -201,12 +209,11 @@ class OfModule:
         """Returns what remains when the whole of it cannot be sent."""
         return OfModule(self.training, {}, {}, frozenset(), {}, (), None, reason)
 
-    def apply(self, own: nn.Module) -> None:
+    def apply(self, own: nn.Module) -> str:
         """Has the caller's module consist of the same."""
         own.training = self.training
         if self.unsent:
-            Unsent(self.unsent).apply(own)
-            return
+            return self.unsent
         if self.became is not None:
             kept = {name: one for name, one in vars(own).items() if name in _MADE_OF}
             own.__class__, attributes = self.became
@@ -231,6 +238,7 @@ class OfModule:
         own._non_persistent_buffers_set.update(self.fleeting)
         for one in self.extra:
             own.set_extra_state(one)
+        return ""
 
 
 _MADE_OF = frozenset({"_parameters", "_buffers", "_modules", "training"})
@@ -260,7 +268,7 @@ class OfOptimizer:
     groups: list[dict[str, Any]]
     state: dict[Any, Any]
 
-    def apply(self, own: Optimizer) -> None:
+    def apply(self, own: Optimizer) -> str:
         """Sets them; the caller's objects that hold them stay."""
         del own.param_groups[len(self.groups) :]
         own.param_groups += [{} for _ in self.groups[len(own.param_groups) :]]
@@ -279,6 +287,7 @@ class OfOptimizer:
         own.state.clear()
         for parameter, one in self.state.items():
             own.state[parameter] = _beside(parameter, one, follows.get(parameter, False))
+        return ""
 
 
 _HOST = torch.device("cpu")
@@ -301,9 +310,10 @@ class OfStateDict:
 
     state: dict[str, Any]
 
-    def apply(self, own: Any) -> None:
+    def apply(self, own: Any) -> str:
         """Loads it."""
         own.load_state_dict(self.state)
+        return ""
 
 
 # -- what cannot come back ---------------------------------------------------------------------
@@ -319,10 +329,6 @@ class Unsent:
 
     reason: str
 
-    def apply(self, own: Any) -> None:
-        """Tells the caller."""
-        warnings.warn(
-            f"the state of an argument ({type(own).__name__}) comes back in part: {self.reason}; "
-            "return what is missing, or make it before the call",
-            stacklevel=2,
-        )
+    def apply(self, own: Any) -> str:
+        """Does nothing."""
+        return self.reason
