@@ -58,7 +58,9 @@ class Held:
             pack(change, home=True, known=self.parts).close()
         except Exception as error:
             reason = f"it cannot be sent ({type(error).__name__}: {error})"
-            return change.rest(reason) if isinstance(change, OfModule) else Unsent(reason)
+            if isinstance(change, OfModule):
+                return OfModule.mode_only(change.training, reason)
+            return Unsent(reason)
         return change
 
 
@@ -133,8 +135,6 @@ class OfTensor:
 def _of_tensor(tensor: torch.Tensor) -> Change | None:
     if is_lazy(tensor) or tensor.is_meta:
         return None  # it has no values
-    if hasattr(type(tensor.data), "full_tensor"):
-        return Unsent(f"it is a {type(tensor.data).__name__}, of which rank 0 has a part")
     return OfTensor(tensor.detach(), tensor.requires_grad)
 
 
@@ -185,6 +185,10 @@ class OfModule:
             kind: Its class when the function was called.
             known: Numbers of all the parts.
         """
+        for one in module._parameters.values():
+            if hasattr(one, "full_tensor"):
+                reason = f"a parameter is a {type(one.data).__name__}, of which rank 0 has a part"
+                return cls.mode_only(module.training, reason)
         extra: tuple[Any, ...] = ()
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             extra = (module.get_extra_state(),)
@@ -205,9 +209,10 @@ class OfModule:
             became=became,
         )
 
-    def rest(self, reason: str) -> OfModule:
-        """Returns what remains when the whole of it cannot be sent."""
-        return OfModule(self.training, {}, {}, frozenset(), {}, (), None, reason)
+    @classmethod
+    def mode_only(cls, training: bool, reason: str) -> OfModule:
+        """Returns what there is of a module when the rest of it cannot be sent."""
+        return cls(training, {}, {}, frozenset(), {}, (), None, reason)
 
     def apply(self, own: nn.Module) -> str:
         """Has the caller's module consist of the same."""
