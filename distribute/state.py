@@ -186,7 +186,7 @@ class OfModule:
             known: Numbers of all the parts.
         """
         for one in module._parameters.values():
-            if hasattr(one, "full_tensor"):
+            if one is not None and hasattr(one, "full_tensor"):
                 reason = f"a parameter is a {type(one.data).__name__}, of which rank 0 has a part"
                 return cls.mode_only(module.training, reason)
         extra: tuple[Any, ...] = ()

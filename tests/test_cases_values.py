@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import SLOW_METHODS, run_python, write
+from tests.scripts import run_python, write
 
 # As whole programs; inside one program test_state.py has them.
 OTHERS = [pytest.param(one, 2, marks=pytest.mark.slow) for one in ("fork", "forkserver", "spawn")]
@@ -93,9 +93,7 @@ def test_c25_the_callers_model_is_the_trained_one(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "method", ["reexec", pytest.param("fork", marks=pytest.mark.slow), *SLOW_METHODS]
-)
+@pytest.mark.parametrize("method", ["reexec", *OTHER_METHODS])
 def test_c43_equal_weights_and_different_noise_on_all_ranks(tmp_path: Path, method: str) -> None:
     """One seed everywhere gives the same noise on all ranks; none gives different weights."""
     script = write(
