@@ -24,8 +24,16 @@ from distribute.stateful import is_lazy
 class Change(Protocol):
     """What became of one part."""
 
-    def apply(self, own: Any) -> str:
-        """Does the same to the caller's part; returns why not, or an empty string."""
+    def apply(self, own: Any, unsent: set[int]) -> str:
+        """Does the same to the caller's part.
+
+        Args:
+            own: The caller's part.
+            unsent: Numbers of those of the caller's parts that rank 0 did not have.
+
+        Returns:
+            Why it could not, or an empty string.
+        """
         ...
 
 
@@ -43,7 +51,7 @@ class Held:
         self._kinds: list[type] = [type(one) for one in parts]
 
     def changes(self) -> list[Change | None]:
-        """Returns what became of the parts."""
+        """Returns what became of the parts; of one that was not sent None."""
         known = {id(one) for one in self.parts}
         return [
             _change(one, kind, known) for one, kind in zip(self.parts, self._kinds, strict=True)
@@ -67,12 +75,13 @@ class Held:
 def apply(changes: Sequence[Change | None], parts: Sequence[Any]) -> None:
     """Applies what became of rank 0's parts to the caller's."""
     missing: list[tuple[str, str]] = []
+    unsent = {id(own) for change, own in zip(changes, parts, strict=True) if change is None}
     # The parameters first: what an optimizer holds goes to where they are.
     order = sorted(range(len(parts)), key=lambda index: not isinstance(changes[index], OfTensor))
     for index in order:
         change, own = changes[index], parts[index]
         try:
-            reason = "" if change is None else change.apply(own)
+            reason = "" if change is None else change.apply(own, unsent)
         except Exception as error:  # the call has succeeded, and its value is not to be lost
             reason = f"it is refused here ({type(error).__name__}: {error})"
         if reason:
@@ -94,7 +103,7 @@ def _change(part: Any, kind: type, known: set[int]) -> Change | None:
         return Unsent(f"it cannot be read there ({type(error).__name__}: {error})")
 
 
-def _taken(part: Any, kind: type, known: set[int]) -> Change | None:
+def _taken(part: Any, kind: type, known: set[int]) -> Change:
     if isinstance(part, nn.Module):
         return OfModule.of(part, kind, known)
     if isinstance(part, Optimizer):
@@ -114,7 +123,7 @@ class OfTensor:
     data: torch.Tensor
     requires_grad: bool
 
-    def apply(self, own: torch.Tensor) -> str:
+    def apply(self, own: torch.Tensor, unsent: set[int]) -> str:
         """Writes into the caller's tensor; it takes another shape or type only where it must."""
         if is_lazy(own):
             cast("Any", own).materialize(self.data.shape, dtype=self.data.dtype)
@@ -132,9 +141,9 @@ class OfTensor:
         return ""
 
 
-def _of_tensor(tensor: torch.Tensor) -> Change | None:
+def _of_tensor(tensor: torch.Tensor) -> Change:
     if is_lazy(tensor) or tensor.is_meta:
-        return None  # it has no values
+        return Same()  # it has no values
     return OfTensor(tensor.detach(), tensor.requires_grad)
 
 
@@ -214,7 +223,7 @@ class OfModule:
         """Returns what there is of a module when the rest of it cannot be sent."""
         return cls(training, {}, {}, frozenset(), {}, (), None, reason)
 
-    def apply(self, own: nn.Module) -> str:
+    def apply(self, own: nn.Module, unsent: set[int]) -> str:
         """Has the caller's module consist of the same."""
         own.training = self.training
         if self.unsent:
@@ -231,11 +240,12 @@ class OfModule:
         )
         for mine, theirs in consists:
             for name in [*mine]:
-                if name not in theirs:
+                if name not in theirs and id(mine[name]) not in unsent:
                     del mine[name]
         for mine, theirs in consists:
             for name, one in theirs.items():
-                if name not in mine or mine[name] is not one:
+                before = mine.get(name, mine)
+                if before is not one and id(before) not in unsent:
                     vars(own).pop(name, None)  # what has had the name
                     mine[name] = None
                     setattr(own, name, one)  # a module may want to know
@@ -273,7 +283,7 @@ class OfOptimizer:
     groups: list[dict[str, Any]]
     state: dict[Any, Any]
 
-    def apply(self, own: Optimizer) -> str:
+    def apply(self, own: Optimizer, unsent: set[int]) -> str:
         """Sets them; the caller's objects that hold them stay."""
         del own.param_groups[len(self.groups) :]
         own.param_groups += [{} for _ in self.groups[len(own.param_groups) :]]
@@ -315,13 +325,22 @@ class OfStateDict:
 
     state: dict[str, Any]
 
-    def apply(self, own: Any) -> str:
+    def apply(self, own: Any, unsent: set[int]) -> str:
         """Loads it."""
         own.load_state_dict(self.state)
         return ""
 
 
-# -- what cannot come back ---------------------------------------------------------------------
+# -- what does not come back ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Same:
+    """Stands for no change."""
+
+    def apply(self, own: Any, unsent: set[int]) -> str:
+        """Does nothing."""
+        return ""
 
 
 @dataclass(frozen=True)
@@ -334,6 +353,6 @@ class Unsent:
 
     reason: str
 
-    def apply(self, own: Any) -> str:
+    def apply(self, own: Any, unsent: set[int]) -> str:
         """Does nothing."""
         return self.reason

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import run_python, write
+from tests.scripts import SLOW_METHODS, run_python, write
 
 # As whole programs; inside one program test_state.py has them.
+OTHER_METHODS = [pytest.param("fork", marks=pytest.mark.slow), *SLOW_METHODS]
 OTHERS = [pytest.param(one, 2, marks=pytest.mark.slow) for one in ("fork", "forkserver", "spawn")]
 
 

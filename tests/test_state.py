@@ -749,6 +749,42 @@ def test_what_an_object_leaves_out_of_its_pickle_is_not_sent_behind_its_back() -
     assert net.weight.unique().tolist() == [5.0]
 
 
+class Caching(nn.Module):
+    """Sends neither its cache nor its table, and makes a new table where it arrives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.cache = nn.Linear(3, 3)
+        self.register_buffer("table", torch.arange(3))
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**self.__dict__, "_modules": {**self._modules}, "_buffers": {**self._buffers}}
+        del state["_modules"]["cache"], state["_buffers"]["table"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.register_buffer("table", torch.zeros(1))
+
+
+def test_what_a_module_leaves_out_of_its_pickle_stays_in_the_callers() -> None:
+    net = Caching()
+    cache, table = net.cache, net.table
+
+    def body(sent: Task) -> None:
+        nn.init.constant_(sent.args[0].layer.weight, 5.0)
+        assert not hasattr(sent.args[0], "cache")
+        assert sent.args[0].table.shape == (1,)
+
+    there_and_back(Task(len, (net,), {}), body)
+
+    assert net.layer.weight.unique().tolist() == [5.0]
+    assert net.cache is cache
+    assert net.table is table
+    assert table.tolist() == [0, 1, 2]
+
+
 def test_the_parts_on_the_rank_are_those_of_its_arguments() -> None:
     net: Any = nn.Sequential(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -1011,6 +1047,7 @@ SCRIPT = """
             assert net[0].weight is weight
             assert same(model.state_dict(), trained) and not same(trained, before)
             if KEEP:
+                # Under torchrun rank 0's value is in every process; its network is its own there.
                 assert model is net
                 assert same(copied(net), trained) and not net.training
                 assert scheduler.last_epoch == count and optimizer.state
