@@ -193,6 +193,8 @@ def run_user(
         return task.run(context) if guarded is None else guarded(lambda: task.run(context))
 
     with entered(context):
+        if context.device.type != "cpu":
+            context._attend(task.stateful())
         return body() if write_back else untouched(task.stateful(), body)
 
 

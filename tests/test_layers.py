@@ -33,6 +33,7 @@ collectives randomness
 sharding
 ending deadline meeting outcome link
 state task
+changes
 messages
 plan channel
 display machine request place payload home

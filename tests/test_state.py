@@ -20,6 +20,7 @@ from torch.optim import lr_scheduler
 
 import distribute
 from distribute import Context, distributed, outcome, stateful
+from distribute.changes import follow
 from distribute.payload import pack
 from distribute.state import Held
 from distribute.task import Task
@@ -490,6 +491,23 @@ def test_an_optimizer_alone_brings_its_parameters(method: str, ranks: int) -> No
 
     assert same([one.detach() for one in net.parameters()], trained)
     assert not same(copied(net), before)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_an_optimizer_keeps_follows_its_parameters_to_their_device(fused: bool) -> None:
+    """The state of the last call is on the CPU, and `ctx.model` moves the parameters."""
+    parameter = nn.Parameter(torch.ones(2, device="meta"))
+    optimizer = torch.optim.Adam([parameter])
+    optimizer.param_groups[0]["fused"] = fused
+    moments = {"exp_avg": torch.ones(2), "exp_avg_sq": [torch.ones(2)], "name": "x"}
+    optimizer.state[parameter] = {"step": torch.tensor(3.0), **moments}
+
+    follow(optimizer)
+
+    kept = optimizer.state[parameter]
+    assert kept["exp_avg"].device.type == kept["exp_avg_sq"][0].device.type == "meta"
+    assert kept["step"].device.type == ("meta" if fused else "cpu")
+    assert kept["name"] == "x"
 
 
 def _plateau(optimizer: Any) -> Any:
