@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
 
-from distribute import cells, memory
+from distribute import cells, memory, stateful
 
 if TYPE_CHECKING:
     import torch
@@ -200,6 +200,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             untyped = obj._untyped_storage
             self._kept.append(untyped)
             return _typed_storage, (untyped, obj.dtype)
+        if isinstance(obj, torch.optim.Optimizer):
+            return stateful.reduce_optimizer(obj)
         if not self._home:
             return NotImplemented
         if kind is torch.Tensor and (obj.requires_grad or obj.device.type != "cpu"):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, update_wrapper
 from itertools import chain, islice
 from pathlib import PosixPath, PurePosixPath
 from typing import Any, cast
@@ -214,3 +215,33 @@ def parts(stateful: Iterable[Any]) -> tuple[Any, ...]:
         inside.reverse()
         waiting += inside
     return tuple(known.values())
+
+
+def reduce_optimizer(optimizer: Any) -> Any:
+    """Reduces an optimizer for pickle, which forgets that a scheduler counts its steps.
+
+    The scheduler would warn of that at its first step.
+    """
+    own = cast("dict[str, Any]", vars(optimizer))
+    if not hasattr(own.get("step"), _COUNTED):
+        return NotImplemented
+    make, args, state = optimizer.__reduce_ex__(5)[:3]
+    return make, args, state, None, None, _set_counted
+
+
+# How torch's schedulers know their own wrapper of an optimizer's step.
+_COUNTED = "_wrapped_by_lr_sched"
+
+
+def _set_counted(optimizer: Any, state: Any) -> None:
+    optimizer.__setstate__(state)
+    own = weakref.ref(optimizer)
+    step = cast("Any", type(optimizer)).step
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        one: Any = own()
+        one._opt_called = True
+        return step(one, *args, **kwargs)
+
+    setattr(counted, _COUNTED, True)
+    optimizer.step = update_wrapper(counted, step)

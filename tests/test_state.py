@@ -533,8 +533,6 @@ SCHEDULERS: list[Callable[[Any], Any]] = [
 
 @every_way
 @pytest.mark.parametrize("make", SCHEDULERS)
-@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")
-@pytest.mark.filterwarnings("ignore:Seems like.*optimizer.step:UserWarning")
 def test_a_scheduler_goes_on_and_brings_its_optimizer(
     method: str, ranks: int, make: Callable[[Any], Any]
 ) -> None:
@@ -765,6 +763,34 @@ def test_what_an_object_leaves_out_of_its_pickle_is_not_sent_behind_its_back() -
 
     assert there_and_back(task, body) == 3  # the hidden one, its weight and its bias
     assert net.weight.unique().tolist() == [5.0]
+
+
+def test_a_scheduler_that_was_sent_does_not_warn_of_its_optimizer() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    def body(sent: Task) -> None:
+        optimizer, scheduler = sent.args
+        assert scheduler.optimizer is optimizer
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
+        optimizer.step()
+        scheduler.step()
+
+    there_and_back(Task(len, (optimizer, scheduler), {}), body)
+
+    assert optimizer.param_groups[0]["params"][0].item() == 0
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    scheduler.step()
+
+
+def test_a_scheduler_that_was_sent_warns_where_the_order_is_wrong() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+
+    def body(sent: Task) -> None:
+        with pytest.warns(UserWarning, match="before `optimizer.step"):
+            sent.args[0].step()
+
+    there_and_back(Task(len, (lr_scheduler.StepLR(optimizer, 1),), {}), body)
 
 
 class Caching(nn.Module):
