@@ -38,7 +38,7 @@ def taken(part: Any, kind: type, known: set[int]) -> Change:
         known: Numbers of all the parts.
     """
     if isinstance(part, nn.Module):
-        return OfModule.of(part, kind, known)
+        return _of_module(part, kind, known)
     if isinstance(part, Optimizer):
         return OfOptimizer([{**one} for one in part.param_groups], {**part.state})
     if isinstance(part, torch.Tensor):
@@ -94,6 +94,34 @@ def _moved(value: Any, device: torch.device, *, copy: bool = True) -> Any:
 # -- modules -----------------------------------------------------------------------------------
 
 
+def _of_module(module: nn.Module, kind: type, known: set[int]) -> Change:
+    if isinstance(module, torch.jit.ScriptModule):
+        return OfMode(module.training)  # nobody can change what it consists of
+    for one in module._parameters.values():
+        if one is not None and hasattr(one, "full_tensor"):
+            reason = f"a parameter is a {type(one.data).__name__}, of which rank 0 has a part"
+            return OfMode(module.training, reason)
+    return OfModule.of(module, kind, known)
+
+
+@dataclass(frozen=True)
+class OfMode:
+    """The mode of a module, where it is all that comes back beside the tensors.
+
+    Attributes:
+        training: The mode.
+        reason: Why there is no more, or empty if there is none.
+    """
+
+    training: bool
+    reason: str = ""
+
+    def apply(self, own: nn.Module, unsent: set[int]) -> str:
+        """Sets it."""
+        own.training = self.training
+        return self.reason
+
+
 @dataclass(frozen=True)
 class OfModule:
     """What a module consists of, and its mode.
@@ -106,7 +134,6 @@ class OfModule:
         children: Its submodules by name.
         extra: What its `get_extra_state` returned, in a tuple, if it has one.
         became: Its class and attributes, if it has become one of another class.
-        unsent: Why the function's changes of what it consists of are not here, or empty.
     """
 
     training: bool
@@ -116,7 +143,6 @@ class OfModule:
     children: dict[str, Any]
     extra: tuple[Any, ...]
     became: tuple[type, dict[str, Any]] | None
-    unsent: str = ""
 
     @classmethod
     def of(cls, module: nn.Module, kind: type, known: set[int]) -> OfModule:
@@ -127,10 +153,6 @@ class OfModule:
             kind: Its class when the function was called.
             known: Numbers of all the parts.
         """
-        for one in module._parameters.values():
-            if one is not None and hasattr(one, "full_tensor"):
-                reason = f"a parameter is a {type(one.data).__name__}, of which rank 0 has a part"
-                return cls.mode_only(module.training, reason)
         extra: tuple[Any, ...] = ()
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             extra = (module.get_extra_state(),)
@@ -151,16 +173,9 @@ class OfModule:
             became=became,
         )
 
-    @classmethod
-    def mode_only(cls, training: bool, reason: str) -> OfModule:
-        """Returns what there is of a module when the rest of it cannot be sent."""
-        return cls(training, {}, {}, frozenset(), {}, (), None, reason)
-
     def apply(self, own: nn.Module, unsent: set[int]) -> str:
         """Has the caller's module consist of the same."""
         own.training = self.training
-        if self.unsent:
-            return self.unsent
         if self.became is not None:
             kept = {name: one for name, one in vars(own).items() if name in _MADE_OF}
             own.__class__, attributes = self.became

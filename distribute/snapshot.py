@@ -90,11 +90,17 @@ class _Object:
         self._one = one
         self._kind: Any = type(one)
         self._attributes = {**vars(one)}
+        # The mode of a scripted module is no attribute of Python's.
+        self._training: bool | None = (
+            one.training if isinstance(one, torch.jit.ScriptModule) else None
+        )
 
     def restore(self) -> None:
         self._one.__class__ = self._kind  # a lazy module has become another one
         vars(self._one).clear()
         vars(self._one).update(self._attributes)
+        if self._training is not None:
+            self._one.training = self._training
 
 
 class _Container:
@@ -139,7 +145,8 @@ class _Tensor:
             tensor.detach_()
         tensor.grad = None  # it may be on another device
         tensor.data = self._data
-        tensor.requires_grad_(self._trained)
+        if tensor.requires_grad != self._trained:
+            tensor.requires_grad_(self._trained)
         tensor.grad = self._grad
 
 

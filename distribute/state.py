@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from distribute.changes import Change, OfModule, OfTensor, Unsent, taken
+from distribute.changes import Change, OfMode, OfModule, OfTensor, Unsent, taken
 from distribute.payload import pack
 
 
@@ -45,7 +45,7 @@ class Held:
         except Exception as error:
             reason = f"it cannot be sent ({type(error).__name__}: {error})"
             if isinstance(change, OfModule):
-                return OfModule.mode_only(change.training, reason)
+                return OfMode(change.training, reason)
             return Unsent(reason)
         return change
 

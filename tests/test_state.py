@@ -374,6 +374,29 @@ def test_a_recurrent_module_knows_a_parameter_that_was_replaced() -> None:
     torch.testing.assert_close(net(torch.ones(1, 3))[0], found)
 
 
+@every_way
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_module_that_no_pickle_takes(method: str, ranks: int) -> None:
+    def train(ctx: Context, net: nn.Module) -> int:
+        steps(ctx, net, torch.optim.SGD(net.parameters(), lr=0.1))
+        net.eval()
+        return ctx.world_size
+
+    net = torch.jit.script(nn.Linear(4, 2))
+    before = copied(net)
+
+    if method in ("forkserver", "spawn"):
+        with pytest.raises(Exception, match="pickle"):
+            run(method, ranks, train, net)
+        return
+    assert run(method, ranks, train, net, write_back=False) == ranks
+    assert same(copied(net), before)
+    assert net.training
+    assert run(method, ranks, train, net) == ranks
+    assert not same(copied(net), before)
+    assert not net.training
+
+
 class Locked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
