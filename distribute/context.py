@@ -12,10 +12,12 @@ from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, overload
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from distribute import collectives, data, record
 from distribute import model as models
 from distribute.ambient import Fold
+from distribute.changes import follow
 from distribute.display import PLAIN, Display
 from distribute.errors import MainFailed
 from distribute.outcome import ORIGIN, obstacle
@@ -46,6 +48,7 @@ class Context:
         self._display = display
         self._fold = Fold(world.rank)
         self._loaders = 0
+        self._optimizers: Sequence[Optimizer] = ()
 
     def __repr__(self) -> str:
         return f"<Context rank {self.rank} of {self.world_size} on {self.device}>"
@@ -129,7 +132,13 @@ class Context:
             self._world, module, sync_batchnorm=sync_batchnorm, **ddp_options
         )
         self._fold()
+        for one in self._optimizers:
+            follow(one)
         return wrapped
+
+    def _attend(self, given: Iterable[object]) -> None:
+        """Has what optimizers keep follow their parameters, where `model` moves these."""
+        self._optimizers = [one for one in given if isinstance(one, Optimizer)]
 
     def unwrap(self, module: M) -> M:
         """Returns the module inside `model`'s wrapper (and torch.compile's)."""

@@ -15,7 +15,6 @@ from distribute.channel import Channel
 from distribute.ending import Worker
 from distribute.failure import Failure
 from distribute.interrupt import Signals
-from distribute.known import News
 from distribute.messages import Call, Forget, Hold
 from distribute.outcome import Outcome
 from distribute.output import Forwarder, Tap
@@ -23,6 +22,7 @@ from distribute.payload import Payload
 from distribute.place import Place, places
 from distribute.plan import Plan
 from distribute.process import Process, is_terminal, leads_group
+from distribute.sent import News
 from distribute.supervise import Supervisor
 
 

@@ -12,6 +12,7 @@ from pathlib import PurePath
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from distribute import stateful
 from distribute.environment import is_worker
 from distribute.errors import RequestError
 from distribute.messages import Site
@@ -188,11 +189,28 @@ def launch(chosen: Plan, task: Task, site: Site) -> list[Outcome]:
         case "reexec":
             return reexec.run(chosen, task, site)
         case "fork":
-            return fork.run(chosen, task)
+            return with_state(chosen, task, partial(fork.run, chosen))
         case "forkserver":
-            return forkserver.run(chosen, task)
+            return with_state(chosen, task, partial(forkserver.run, chosen))
         case "spawn":
-            return spawn.run(chosen, task)
+            return with_state(chosen, task, partial(spawn.run, chosen))
+
+
+def with_state(chosen: Plan, task: Task, launch: Callable[[Task], list[Outcome]]) -> list[Outcome]:
+    """Has ranks in other processes run a task, such that the state of its objects comes back.
+
+    Args:
+        chosen: The plan.
+        task: The task.
+        launch: Takes the ranks through the call.
+
+    Raises:
+        Failure: The call did not succeed.
+    """
+    parts = stateful.parts(task.stateful()) if chosen.write_back else ()
+    outcomes = launch(replace(task, parts=parts))
+    outcomes[0].parts = parts
+    return outcomes
 
 
 def _value(chosen: Plan, outcomes: list[Outcome]) -> Any:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, overloa
 from distribute import engine
 from distribute.decorated import inside
 from distribute.errors import RequestError
-from distribute.known import Known
 from distribute.payload import main_classes
 from distribute.plan import Plan
 from distribute.request import Request, one_of
+from distribute.sent import Sent
 from distribute.task import Task, packed
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Workers:
                     "make new ones with distribute.workers(...)",
                 )
             chosen = self._plan = replace(self.plan(), returns=wanted)
-            launch = partial(self._held.call, task=task)
+            launch = partial(self._held.run, task=task)
             if chosen.method == "attached":
                 launch = partial(engine.launch, task=task, site=site)
             # An exception's traceback holds this frame, and a prompt or notebook holds the last
@@ -133,7 +133,7 @@ class _Held:
         # The classes of `__main__` that the workers have as well, as they are copies of this
         # process. A cell that is run again makes another one.
         self._shared: dict[str, weakref.ref[type]] = {}
-        self._known = Known()
+        self._sent = Sent()
         self._lock = threading.Lock()
         self._abandoned = False
 
@@ -158,7 +158,11 @@ class _Held:
             if self._abandoned:
                 self.end()
 
-    def call(self, plan: Plan, task: Task) -> list[Outcome]:
+    def run(self, plan: Plan, task: Task) -> list[Outcome]:
+        """Has every rank run a task, and the state of its objects come back; see `_call`."""
+        return engine.with_state(plan, task, partial(self._call, plan))
+
+    def _call(self, plan: Plan, task: Task) -> list[Outcome]:
         """Has every rank run a task; starts the processes if there are none.
 
         Raises:
@@ -168,15 +172,15 @@ class _Held:
         started = self.plan is not None
         if not started:
             self._crew = None  # that of the process which this one is a fork of
-            self._known = Known()
+            self._sent = Sent()
             copies = plan.method == "fork"
             self._shared = (
                 {name: weakref.ref(one) for name, one in main_classes().items()} if copies else {}
             )
         # Before anything is started, or harmed: it may be impossible.
-        known = self._known
-        payload = packed(task, self._still_shared(), known)
-        news = known.news()
+        sent = self._sent
+        payload = packed(task, self._still_shared(), sent)
+        news = sent.news()
         try:
             self._plan, self._owner = plan, os.getpid()
             if not started:
@@ -184,7 +188,7 @@ class _Held:
                 self._crew.keep = True
             assert self._crew is not None
             self._crew.tell(news)
-            known.sweep()
+            sent.sweep()
             return self._crew.call(plan, payload, began=began)
         except BaseException:
             self.end()

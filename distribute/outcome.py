@@ -6,11 +6,12 @@ import os
 import socket
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from distribute import cells
+from distribute import cells, interrupt
 from distribute.culprit import find
 from distribute.errors import (
     RankOutcome,
@@ -21,6 +22,9 @@ from distribute.errors import (
 )
 from distribute.home import home
 from distribute.payload import Payload, pack, refusal
+
+if TYPE_CHECKING:
+    from distribute.state import Held
 
 # An attribute of an exception that was raised on one rank and raised again on others: its rank.
 ORIGIN = "_distribute_rank"
@@ -88,6 +92,7 @@ class Outcome:
         consequence: Whether it came after the call had failed, and is part of its end.
         streams: Final states of the random-number generators (rank 0 only).
         holds_group: Whether the rank still holds the process group of the call, as it was made.
+        parts: The caller's objects whose state is in the payload beside the value (rank 0 only).
     """
 
     rank: int
@@ -106,6 +111,7 @@ class Outcome:
     consequence: bool = False
     streams: Any = None
     holds_group: bool = False
+    parts: Sequence[Any] = ()
 
     @property
     def failed(self) -> bool:
@@ -118,13 +124,19 @@ class Outcome:
             self.payload.close()
 
     def value(self) -> Any:
-        """Returns the value of a rank that returned."""
+        """Returns the value of a rank that returned; the state that came with it is there then."""
         if self.payload is None:
             return self.local
         try:
-            return self.payload.load()
+            changes, value = self.payload.load(self.parts)
         finally:
             self.payload.close()
+        if changes:
+            from distribute import state
+
+            with interrupt.held():
+                state.apply(changes, self.parts)
+        return value
 
     def error(self) -> BaseException:
         """Returns the exception that tells the caller about this failure."""
@@ -161,18 +173,22 @@ class Outcome:
         return error
 
 
-def returned(rank: int, value: Any, *, local: bool) -> Outcome:
+def returned(rank: int, value: Any, *, local: bool, held: Held | None = None) -> Outcome:
     """Makes the outcome of a rank whose function returned.
 
     Args:
         rank: The rank.
         value: What it returned.
         local: Whether the rank is the calling process, to which the value itself goes.
+        held: What it holds of the caller's objects, whose state goes with the value.
     """
     if local:
         return Outcome(rank, "returned", local=home(value))
+    payload = None if held is None else _with_changes(value, held)
+    if payload is not None:
+        return Outcome(rank, "returned", payload=payload)
     try:
-        return Outcome(rank, "returned", payload=pack(value, home=True))
+        return Outcome(rank, "returned", payload=pack(((), value), home=True))
     except Exception:
         found = find(f"the value of rank {rank}", "", value, partial(refusal, home=True))
         if found is None:
@@ -182,16 +198,30 @@ def returned(rank: int, value: Any, *, local: bool) -> Outcome:
     ) from found.error
 
 
-def system_exit(rank: int, error: SystemExit, *, local: bool) -> Outcome:
+def _with_changes(value: Any, held: Held) -> Payload | None:
+    """Packs a value with the changes of the caller's objects; None if the value cannot be sent."""
+    changes = held.changes()
+    try:
+        return pack((changes, value), home=True, known=held.parts)
+    except Exception:
+        pass  # and again without what cannot be sent
+    try:
+        return pack((held.sendable(changes), value), home=True, known=held.parts)
+    except Exception:
+        return None
+
+
+def system_exit(rank: int, error: SystemExit, *, local: bool, held: Held | None = None) -> Outcome:
     """Makes the outcome of a rank whose function called `sys.exit`.
 
     Args:
         rank: The rank.
         error: What that raised; without a code, or with 0, the function has returned None.
         local: Whether the rank is the calling process.
+        held: See `returned`.
     """
     if error.code is None or (isinstance(error.code, int) and error.code == 0):
-        return returned(rank, None, local=local)
+        return returned(rank, None, local=local, held=held)
     code = error.code if isinstance(error.code, int) else 1
     text = "" if isinstance(error.code, int) else f" with {_text(error)!r}"
     return Outcome(

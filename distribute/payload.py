@@ -17,14 +17,15 @@ import sys
 import types
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import cloudpickle
 
-from distribute import cells, memory
-from distribute.known import Known
+from distribute import cells, memory, stateful
+from distribute.sent import Sent
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,7 @@ class Payload:
 
     Attributes:
         sizes: Length in bytes of the pickle stream and of each out-of-band buffer, in order.
-        known: Numbers of the buffers that the receiver has already, by their place in that order.
+        elsewhere: Numbers of the buffers that the receiver has already, by their place there.
         inline: The concatenated bytes of the others when they are few, else None.
         memory: Descriptor of the memory file that holds them otherwise. It is never pickled: the
             channel sends it beside the message.
@@ -48,38 +49,45 @@ class Payload:
     sizes: list[int]
     inline: bytes | None
     memory: int | None = field(default=None, compare=False)
-    known: dict[int, int] = field(default_factory=dict[int, int])
+    elsewhere: dict[int, int] = field(default_factory=dict[int, int])
 
     def __getstate__(self) -> tuple[list[int], bytes | None, dict[int, int]]:
         """Leaves the descriptor to the channel."""
-        return self.sizes, self.inline, self.known
+        return self.sizes, self.inline, self.elsewhere
 
     def __setstate__(self, state: tuple[list[int], bytes | None, dict[int, int]]) -> None:
-        self.sizes, self.inline, self.known = state
+        self.sizes, self.inline, self.elsewhere = state
         self.memory = None
 
-    def load(self, held: Mapping[int, int] = MappingProxyType({})) -> Any:
+    def load(
+        self, known: Sequence[object] = (), *, held: Mapping[int, int] = MappingProxyType({})
+    ) -> Any:
         """Rebuilds the object; its tensors and arrays are writable and private to this process.
 
         Args:
+            known: What stands here for the objects that the sender knew; see `pack`.
             held: Memory files of the buffers that were sent before, by number.
         """
         if self.inline is not None:
             whole = memoryview(bytearray(self.inline))
         else:
             assert self.memory is not None
-            here = (one for place, one in enumerate(self.sizes) if place not in self.known)
+            here = (one for place, one in enumerate(self.sizes) if place not in self.elsewhere)
             whole = memory.mapped(self.memory, sum(map(_padded, here)))
         parts: list[memoryview] = []
         start = 0
         for place, size in enumerate(self.sizes):
-            number = self.known.get(place)
+            number = self.elsewhere.get(place)
             if number is not None:
                 parts.append(memory.mapped(held[number], size))
                 continue
             parts.append(whole[start : start + size])
             start += _padded(size)
-        return pickle.loads(parts[0], buffers=parts[1:])
+        token = _known.set(known)
+        try:
+            return pickle.loads(parts[0], buffers=parts[1:])
+        finally:
+            _known.reset(token)
 
     def close(self) -> None:
         """Closes this process's descriptor of the memory file; mappings of it stay valid."""
@@ -88,12 +96,28 @@ class Payload:
             self.memory = None
 
 
+# What the payload that is being loaded calls by number.
+_known: ContextVar[Sequence[object]] = ContextVar("known", default=())
+
+
+def _of_known(number: int) -> object:
+    return _known.get()[number]
+
+
+class Again:
+    """Stands for an object that was pickled before it in the same payload; else for None."""
+
+    def __init__(self, obj: object) -> None:
+        self.obj = obj
+
+
 def pack(
     obj: object,
     *,
     main_names: frozenset[str] | None = None,
     home: bool = False,
-    known: Known | None = None,
+    known: Sequence[object] = (),
+    sent: Sent | None = None,
 ) -> Payload:
     """Pickles an object.
 
@@ -104,22 +128,23 @@ def pack(
             receiver has the same `__main__` as this process.
         home: Whether the object returns to the caller: tensors arrive detached and on the CPU,
             and models without their data-parallel wrapper.
-        known: What the receivers of earlier messages still have, if they are to keep this, too.
+        known: Objects that the receiver has as well: they are not sent but called by their number.
+        sent: What the receivers of earlier messages keep, if they are to keep this one's, too.
     """
     stream = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
-    pickler = _Pickler(stream, buffers.append, main_names, home)
+    pickler = _Pickler(stream, buffers.append, main_names, home, known)
     pickler.dump(obj)
     views = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
     sizes = [view.nbytes for view in views]
     numbers: dict[int, int] = {}
-    if known is not None:
-        found = [known.number(view, pickler.owner(view)) for view in views[1:]]
+    if sent is not None:
+        found = [sent.number(view, pickler.owner(view)) for view in views[1:]]
         numbers = {place: one for place, one in enumerate(found, 1) if one is not None}
         views = [view for place, view in enumerate(views) if place not in numbers]
     parts = [part for view in views for part in (view, bytes(_padded(view.nbytes) - view.nbytes))]
     if sum(_padded(view.nbytes) for view in views) <= INLINE_BYTES:
-        return Payload(sizes, b"".join(parts), known=numbers)
+        return Payload(sizes, b"".join(parts), elsewhere=numbers)
     return Payload(sizes, None, memory.written(parts), numbers)
 
 
@@ -164,6 +189,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         on_buffer: Callable[[pickle.PickleBuffer], object],
         main_names: frozenset[str] | None,
         home: bool,
+        known: Sequence[object] = (),
     ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=on_buffer)
         self._main_names = main_names
@@ -172,6 +198,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._kept: list[object] = []
         # The storage behind each view of memory that has no object of its own.
         self._storages: dict[int, object] = {}
+        self._numbers = {id(one): at for at, one in enumerate(known) if one is not None}
+        self._begun: set[int] = set()
 
     def owner(self, view: memoryview) -> object:
         """Returns the object that a buffer belongs to: a storage, an array."""
@@ -212,7 +240,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _reduce_torch(self, obj: Any) -> Any:
         import torch
 
+        if id(obj) in self._numbers:
+            return _of_known, (self._numbers[id(obj)],)
+        self._begun.add(id(obj))
         kind: object = obj.__class__
+        if kind is Again:
+            return _itself, (obj.obj if id(obj.obj) in self._begun else None,)
         if kind is torch.UntypedStorage and obj.device.type == "cpu":
             view = _storage_view(obj)
             self._kept += [obj, view]
@@ -222,6 +255,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             untyped = obj._untyped_storage
             self._kept.append(untyped)
             return _typed_storage, (untyped, obj.dtype)
+        if isinstance(obj, torch.optim.Optimizer):
+            return stateful.reduce_optimizer(obj)
         if not self._home:
             return NotImplemented
         if kind is torch.Tensor and (obj.requires_grad or obj.device.type != "cpu"):

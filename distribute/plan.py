@@ -20,6 +20,7 @@ from distribute.request import (
     STRATEGIES,
     Request,
     StartMethod,
+    flag,
     indices,
     number,
     one_of,
@@ -55,6 +56,7 @@ class Plan:
         returns: `"main"` or `"all"`.
         seed: Seed of the random-number generators, or None.
         output: `"all"`, `"main"` or `"none"`, or the directory of the ranks' files.
+        write_back: Whether the state of the objects that the function is given comes back.
         command: What re-executed workers run.
         cores: CPU cores to share out.
         external: The world of an external launcher.
@@ -76,6 +78,7 @@ class Plan:
     returns: Literal["main", "all"] = "main"
     seed: int | None = None
     output: str | PurePath = "all"
+    write_back: bool = True
     command: tuple[str, ...] = ()
     cores: int = 1
     external: External | None = None
@@ -93,6 +96,8 @@ class Plan:
             lines.append("environment   " + self._environment())
         if self.output != "all":
             lines.append("output        " + self._output())
+        if not self.write_back:
+            lines.append("state         of what the function is given stays as it is in the caller")
         return "\n".join(lines)
 
     def _group(self) -> str:
@@ -167,6 +172,7 @@ def resolve(
         "returns": returns,
         "seed": seed(request.seed),
         "output": output(request.output, exists=machine.output_exists),
+        "write_back": flag("write_back", request.write_back),
         "cores": machine.cores,
     }
     if keep:

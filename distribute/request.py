@@ -60,6 +60,9 @@ class Options(TypedDict, total=False):
             `"none"` nothing; a directory gets a file of each rank, `rank-0.log` and so on. It is
             a path object, a string with a `/`, or the name of one that exists. A rank 0 that is
             the calling process prints as ever. Default `"all"`.
+        write_back: Whether modules, optimizers, schedulers and gradient scalers that the function
+            is given have rank 0's state when the call has returned, wherever in the arguments they
+            are. False leaves the caller's as they were. See docs/values.md. Default True.
     """
 
     devices: int | Sequence[int] | Literal["auto"]
@@ -75,6 +78,7 @@ class Options(TypedDict, total=False):
     max_restarts: int
     seed: int | None
     output: str | PathLike[str]
+    write_back: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +99,7 @@ class Request:
     returns: str = "main"
     seed: int | None = None
     output: str | PathLike[str] = "all"
+    write_back: bool = True
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Request:
@@ -170,6 +175,13 @@ def output(value: object, *, exists: bool) -> str | PurePath:
                 f"pass one of them, or {'./' + value!r} for a directory that is to be made",
             )
     return one_of("output", value, words)
+
+
+def flag(name: str, value: object) -> bool:
+    """Returns the value if it is True or False."""
+    if isinstance(value, bool):
+        return value
+    raise RequestError(f"{name}={value!r}", "it is True or False", "pass one of them")
 
 
 def number(name: str, value: object, least: int) -> int:

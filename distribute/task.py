@@ -9,15 +9,16 @@ import sys
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
+from distribute import stateful
 from distribute.culprit import Culprit, find
 from distribute.errors import RequestError
-from distribute.known import Known
-from distribute.payload import Payload, pack, refusal
+from distribute.payload import Again, Payload, pack, refusal
+from distribute.sent import Sent
 
 
 @dataclass
@@ -30,12 +31,22 @@ class Task:
         args: Positional arguments.
         kwargs: Keyword arguments.
         context_at: Position of the context among the positional arguments, or None.
+        parts: Objects inside the arguments, or the function, whose state comes back, and what they
+            are made of. Where the task is sent, these are at the same places the receiver's own,
+            or None for what is not in it.
     """
 
     function: Callable[..., Any] | None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     context_at: int | None = None
+    parts: Sequence[Any] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Sends the parts after the arguments, whose pickle decides what of them there is."""
+        state = {**self.__dict__}
+        state["parts"] = tuple(map(Again, state.pop("parts")))
+        return state
 
     def run(self, context: object) -> Any:
         """Calls the function."""
@@ -47,6 +58,10 @@ class Task:
         if self.context_at is None:
             return self.args
         return (*self.args[: self.context_at], context, *self.args[self.context_at :])
+
+    def stateful(self) -> list[Any]:
+        """Returns the modules, optimizers, schedulers and gradient scalers that it is given."""
+        return stateful.found(self.function, self.args, self.kwargs)
 
     def completed_by(self, own: Task) -> Task:
         """Fills in what could not be sent from the task that a worker came to the call with."""
@@ -148,19 +163,19 @@ def check_arguments(task: Task) -> None:
         raise TypeError(f"{name}(): {error}") from None
 
 
-def packed(task: Task, main_names: frozenset[str] | None, known: Known | None = None) -> Payload:
+def packed(task: Task, main_names: frozenset[str] | None, sent: Sent | None = None) -> Payload:
     """Packs a task with its function.
 
     Args:
         task: The task.
         main_names: See `payload.pack`.
-        known: See `payload.pack`.
+        sent: See `payload.pack`.
 
     Raises:
         RequestError: A part of it cannot be sent.
     """
     try:
-        return pack(task, main_names=main_names, known=known)
+        return pack(task, main_names=main_names, sent=sent)
     except Exception:
         found = _culprit(task, main_names)
         if found is None:

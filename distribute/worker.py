@@ -47,6 +47,8 @@ from distribute.payload import main_classes
 from distribute.place import Place, marked
 from distribute.record import Record
 from distribute.rendezvous import Rendezvous
+from distribute.snapshot import untouched
+from distribute.state import Held
 from distribute.task import Task
 from distribute.world import World
 
@@ -157,8 +159,11 @@ def run_call(
     """
     rank = seat.place.rank
     record.fresh()
+    held: Held | None = None
     try:
         task = take()
+        if rank == 0 and task.parts:
+            held = Held(task.parts)
         link.send(Joining(rank))
         context = seat.join(call, local=local)
         link.send(Joined(rank))
@@ -167,10 +172,9 @@ def run_call(
                 raise WorldEnded
         call.settings.apply()
         set_streams(call)
-        value = run_user(context, task, guarded)
-        if rank > 0 and call.plan.returns == "main":
-            value = None  # nobody asked for it
-        result = outcome.returned(rank, value, local=local)
+        value = run_user(context, task, guarded, write_back=not local or call.plan.write_back)
+        wanted = rank == 0 or call.plan.returns == "all"
+        result = outcome.returned(rank, value if wanted else None, local=local, held=held)
         result.holds_group = call.keep and seat.holds_group
         if rank == 0 and call.plan.seed is None and not local:
             result.streams = ambient.Streams.capture()
@@ -178,8 +182,10 @@ def run_call(
         result = Outcome(rank, "freed")
     except SystemExit as error:
         # In the calling process a signal handler of the user ends the program and not the rank.
-        ended = outcome.raised if local and from_handler(error) else outcome.system_exit
-        result = ended(rank, error, local=local)
+        if local and from_handler(error):
+            result = outcome.raised(rank, error, local=local)
+        else:
+            result = outcome.system_exit(rank, error, local=local, held=held)
     except BaseException as error:
         result = outcome.raised(rank, error, local=local)
     try:
@@ -196,13 +202,28 @@ def run_call(
 
 
 def run_user(
-    context: Context, task: Task, guarded: Callable[[Callable[[], Any]], Any] | None = None
+    context: Context,
+    task: Task,
+    guarded: Callable[[Callable[[], Any]], Any] | None = None,
+    *,
+    write_back: bool = True,
 ) -> Any:
-    """Calls the user's function with its context."""
+    """Calls the user's function with its context.
+
+    Args:
+        context: The context.
+        task: The function with its arguments.
+        guarded: See `run_call`.
+        write_back: Whether what it does to the objects that it is given is to stay.
+    """
+
+    def body() -> Any:
+        return task.run(context) if guarded is None else guarded(lambda: task.run(context))
+
     with entered(context):
-        if guarded is None:
-            return task.run(context)
-        return guarded(lambda: task.run(context))
+        if context.device.type != "cpu":
+            context._attend(task.stateful())
+        return body() if write_back else untouched(task.stateful(), body)
 
 
 def set_streams(call: Call) -> None:
@@ -256,7 +277,7 @@ def _taker(call: Call, first: Task | None, held: Mapping[int, int]) -> Callable[
             assert first is not None
             return first
         try:
-            sent: Task = call.payload.load(held)
+            sent: Task = call.payload.load(held=held)
         finally:
             call.payload.close()
         return sent if first is None or sent.function is not None else sent.completed_by(first)

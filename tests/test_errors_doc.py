@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -23,8 +24,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # an optimizer would import it, which sets a variable
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from distribute import Context, current, distributed, memory, run, workers
@@ -358,6 +363,11 @@ def duration(ground: Ground) -> list[str]:
 @producer
 def seed(ground: Ground) -> list[str]:
     return [refused(CPU, seed=one) for one in (-1, 2**63, "7")]
+
+
+@producer
+def flag(ground: Ground) -> list[str]:
+    return [refused(CPU, write_back=one) for one in (None, 0, "no")]
 
 
 @producer
@@ -737,6 +747,48 @@ def argument(ground: Ground) -> list[str]:
     ended = run_python(script)
     assert ended.code == 0, ended.text
     return [ended.err]
+
+
+def lock(net: Any) -> None:
+    net.lock = nn.Identity()
+    net.lock.key = threading.Lock()
+
+
+class Unreadable(StepLR):
+    """Has no state to give, or takes none."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, verb: str) -> None:
+        super().__init__(optimizer, 1)
+        self.verb = verb
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.verb == "read":
+            raise LookupError("nothing to read")
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise LookupError("nothing to load")
+
+
+def shard(net: nn.Module) -> None:
+    fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+
+
+@producer
+def state(ground: Ground) -> list[str]:
+    def warned(function: Callable[[Any], object], given: object) -> str:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(lambda ctx, one: function(one) and None, given, **FORK)
+        return "\n".join(f"UserWarning: {one.message}" for one in caught)
+
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    return [
+        warned(lock, nn.Linear(1, 1)),
+        warned(id, Unreadable(optimizer, "read")),
+        warned(id, Unreadable(optimizer, "load")),
+        warned(shard, nn.Linear(2, 2)),
+    ]
 
 
 @producer

@@ -55,6 +55,38 @@ def test_every_gpu_is_a_rank(method: str) -> None:
         assert {value.device.type for value in one["model"].state_dict().values()} == {"cpu"}
 
 
+def step(ctx: Context, net: torch.nn.Linear, optimizer: torch.optim.Optimizer) -> list[float]:
+    model = ctx.model(net)
+    optimizer.zero_grad()
+    model(torch.ones(3, 4, device=ctx.device)).sum().backward()
+    optimizer.step()
+    return model.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("method", ["auto", "forkserver"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_training_on_gpus_goes_on_from_call_to_call(method: str, fused: bool) -> None:
+    """The state comes to the caller's device, and goes to the ranks' again."""
+    net = torch.nn.Linear(4, 2)
+    weight = net.weight
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=fused)
+    devices = 1 if method == "auto" else GPUS
+
+    for count in (1, 2):
+        found = run(step, net, optimizer, devices=devices, accelerator="cuda", start_method=method)
+        assert net.weight is weight
+        assert weight.flatten().tolist() == found
+        kept = optimizer.state[weight]
+        assert kept["step"].item() == count
+        assert kept["exp_avg"].device == weight.device
+        assert weight.device.type == ("cuda" if method == "auto" else "cpu")
+
+    before = weight.tolist()
+    run(step, net, optimizer, devices=devices, accelerator="cuda", start_method=method,
+        write_back=False)  # fmt: skip
+    assert weight.tolist() == before
+
+
 def test_one_gpu_is_inline() -> None:
     """No process, no group, the device is used."""
     found = run(body, devices=1, accelerator="cuda")

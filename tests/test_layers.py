@@ -22,6 +22,7 @@ launchers.attached launchers.fork launchers.forkserver launchers.inline launcher
 lead server
 crew forked
 supervise worker
+snapshot
 report arrival stopping
 failure
 context
@@ -30,14 +31,16 @@ loading
 asked indices iterables progress transfer
 collectives randomness
 sharding
-ending deadline meeting outcome task link
+ending deadline meeting outcome link
+state task
+changes
 messages
 plan channel
 display machine request place payload home
 record output
 consumer
-known
-ambient cgroup command devices environment interrupt memory openmp process rendezvous threads tree world
+sent
+ambient cgroup command devices environment interrupt memory openmp process rendezvous stateful threads tree world
 cells culprit errors lifeline notice
 launchers.__init__
 """  # noqa: E501

@@ -711,6 +711,20 @@ def test_a_seed_that_makes_no_sense_is_refused(value: object):
     assert f"seed={value!r}" in refusal(cpus(), seed=value)
 
 
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_write_back(value: bool, devices: int):
+    chosen = plan(cpus(), write_back=value, devices=devices)
+
+    assert chosen.write_back is value
+    assert ("stays as it is in the caller" in str(chosen)) is not value
+
+
+@pytest.mark.parametrize("value", [None, 0, 1, "no"])
+def test_a_write_back_that_is_neither_true_nor_false_is_refused(value: object):
+    assert f"write_back={value!r}: it is True or False" in refusal(cpus(), write_back=value)
+
+
 @pytest.mark.parametrize("value", ["main", "all"])
 def test_returns(value: str):
     assert plan(cpus(), returns=value).returns == value
@@ -737,6 +751,7 @@ def test_options_have_the_documented_defaults():
 
     assert (chosen.timeout, chosen.rendezvous_timeout, chosen.grace) == (None, 120.0, 5.0)
     assert (chosen.returns, chosen.seed, chosen.num_nodes) == ("main", None, 1)
+    assert chosen.write_back is True
 
 
 # -- the printed plan --------------------------------------------------------------------------

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from distribute import ambient, collectives, devices, display, outcome, rendezvous
+from distribute import ambient, collectives, devices, display, outcome, rendezvous, stateful
 from distribute.context import Context
 from distribute.deadline import bounded
 from distribute.environment import External
@@ -70,10 +71,15 @@ def _in_world(plan: Plan, world: World, task: Task, site: Site) -> Any:
     try:
         context = Context(dataclasses.replace(world, seed=seed), display.here())
         mine = _with_plain(task, arguments[0])
-        value = bounded(plan.deadline, plan.grace, lambda: run_user(context, mine))
+        parts = stateful.parts(mine.stateful()) if plan.write_back else ()
+        value = bounded(
+            plan.deadline,
+            plan.grace,
+            lambda: run_user(context, mine, write_back=plan.write_back),
+        )
         if plan.returns == "all":
             return collectives.all_gather_object(world, home(value))
-        return _of_main(world, home(value))
+        return _of_main(world, home(value), parts)
     finally:
         if plan.seed is not None:
             before.restore()
@@ -88,18 +94,47 @@ def _check_sites(world: World, sites: tuple[str, ...]) -> None:
             )
 
 
-def _of_main(world: World, value: Any) -> Any:
-    """Returns rank 0's value, or this rank's own where that cannot be sent."""
+def _of_main(world: World, value: Any, parts: Sequence[Any]) -> Any:
+    """Returns rank 0's value, or this rank's own where that cannot be sent.
+
+    Args:
+        world: The world.
+        value: This rank's value.
+        parts: What the function was given to train, here. Where the value holds any of rank 0's,
+            it holds this rank's own instead, which its optimizer knows.
+    """
     sent: tuple[bool, Any] | None = None
     if world.rank == 0:
+        stream = io.BytesIO()
         try:
-            sent = True, cloudpickle.dumps(value)
+            _Pickler(stream, parts).dump(value)
+            sent = True, stream.getvalue()
         except Exception:
             sent = False, None
     can, packed = cast("tuple[bool, Any]", collectives.broadcast_object(world, sent))
     if not can or world.rank == 0:
         return value
-    return pickle.loads(packed)
+    return _Unpickler(io.BytesIO(packed), parts).load()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, stream: io.BytesIO, parts: Sequence[Any]) -> None:
+        super().__init__(stream)
+        self._numbers = {id(one): number for number, one in enumerate(parts)}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        """Returns the number of a part."""
+        return self._numbers.get(id(obj))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, parts: Sequence[Any]) -> None:
+        super().__init__(stream)
+        self._parts = parts
+
+    def persistent_load(self, pid: int) -> Any:
+        """Returns the part of a number."""
+        return self._parts[pid]
 
 
 def _device(plan: Plan) -> torch.device:

@@ -34,7 +34,11 @@ def run(plan: Plan, task: Task) -> list[Outcome]:
         ambient.seed_all(plan.seed)
     try:
         context = Context(world, display.here())
-        value = bounded(plan.deadline, plan.grace, lambda: run_user(context, task))
+        value = bounded(
+            plan.deadline,
+            plan.grace,
+            lambda: run_user(context, task, write_back=plan.write_back),
+        )
     except SystemExit as error:
         if from_handler(error):
             raise  # the user's handler of a signal ends the program

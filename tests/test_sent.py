@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from distribute import Context, Workers, workers
-from distribute.known import LARGE_BYTES, MOST, Known
+from distribute.sent import LARGE_BYTES, MOST, Sent
 
 SIZE = LARGE_BYTES // 4  # float32 elements
 
@@ -36,18 +36,22 @@ class Sender:
     """Packs as `Workers` does, and counts what goes out."""
 
     def __init__(self) -> None:
-        self.known = Known()
+        self.sent = Sent()
 
     def send(self, *objects: Any) -> tuple[int, int, int]:
         """How many buffers were new, how many forgotten, and how many go in the message."""
         from distribute.payload import pack
 
-        payload = pack(objects, known=self.known)
-        news = self.known.news()
-        found = len(news.files), len(news.forgotten), len(payload.sizes) - 1 - len(payload.known)
+        payload = pack(objects, sent=self.sent)
+        news = self.sent.news()
+        found = (
+            len(news.files),
+            len(news.forgotten),
+            len(payload.sizes) - 1 - len(payload.elsewhere),
+        )
         news.close()
         payload.close()
-        self.known.sweep()
+        self.sent.sweep()
         return found
 
 
@@ -92,9 +96,9 @@ def test_what_is_gone_is_forgotten(make: Callable[[], Any]):
     sender.send(data)
     del data
 
-    sender.known.sweep()
+    sender.sent.sweep()
     assert sender.send() == (0, 1, 0)
-    assert list(sender.known) == []
+    assert list(sender.sent) == []
 
 
 def test_another_object_in_the_same_place_is_sent():
@@ -164,7 +168,7 @@ def test_what_a_rank_keeps_of_an_argument_stays_its_own():
     def kept_sum(ctx: Context) -> list[float]:
         return ctx.all_gather(float(distribute_test.kept.sum()))  # type: ignore[attr-defined]
 
-    import tests.test_known as distribute_test
+    import tests.test_sent as distribute_test
 
     with two() as kept:
         kept.run(keep, torch.ones(SIZE))

@@ -56,7 +56,7 @@ class News:
             memory.close(self.files.pop()[2])
 
 
-class Known:
+class Sent:
     """The buffers that all receivers of a sender's messages hold."""
 
     def __init__(self) -> None:
