@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import cloudpickle
 
 from distribute import cells, memory, stateful
+from distribute.errors import RequestError
 from distribute.sent import Sent
 
 if TYPE_CHECKING:
@@ -118,6 +119,8 @@ def pack(
     home: bool = False,
     known: Sequence[object] = (),
     sent: Sent | None = None,
+    own: Mapping[int, str] = MappingProxyType({}),
+    used: list[str] | None = None,
 ) -> Payload:
     """Pickles an object.
 
@@ -130,11 +133,17 @@ def pack(
             and models without their data-parallel wrapper.
         known: Objects that the receiver has as well: they are not sent but called by their number.
         sent: What the receivers of earlier messages keep, if they are to keep this one's, too.
+        own: Names of variables of `__main__`, by the number of the object, for which the receiver
+            takes its own.
+        used: Gets the names of those that it was.
     """
     stream = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     pickler = _Pickler(stream, buffers.append, main_names, home, known)
+    pickler.own = own
     pickler.dump(obj)
+    if used is not None:
+        used += pickler.used
     views = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
     sizes = [view.nbytes for view in views]
     numbers: dict[int, int] = {}
@@ -194,6 +203,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(stream, protocol=5, buffer_callback=on_buffer)
         self._main_names = main_names
         self._home = home
+        self.own: Mapping[int, str] = {}
+        self.used: list[str] = []
         # What is pickled through a pointer must stay alive until it has been written.
         self._kept: list[object] = []
         # The storage behind each view of memory that has no object of its own.
@@ -207,6 +218,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduces what pickle and cloudpickle reduce badly for our use; leaves them the rest."""
+        if id(obj) in self.own:
+            self.used.append(self.own[id(obj)])
+            return _of_script, (self.own[id(obj)],)
+        reduced = self._reduce_code(obj)
+        if reduced is NotImplemented and "torch" in sys.modules:
+            reduced = self._reduce_torch(obj)
+        if reduced is not NotImplemented:
+            return reduced
+        with _by_value(obj):
+            return cast("Any", super()).reducer_override(obj)
+
+    def _reduce_code(self, obj: Any) -> Any:
         if type(obj).__module__ == "distribute.decorated":
             # A decorated function passes for the function inside, and would be sent as that.
             return obj.__reduce_ex__(5)
@@ -214,21 +237,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if self._in_shared_main(obj):
                 return obj.__qualname__
         elif isinstance(obj, types.FunctionType):
-            reduced = _decorated_reference(obj)
-            if reduced is not None:
-                return reduced
+            return _decorated_reference(obj)
         elif isinstance(obj, types.CodeType):
             # cloudpickle leaves out the file's name, which tracebacks need to show the line.
             lines = cells.source(obj)
             if lines:
                 return cells.rebuilt, (marshal.dumps(obj), obj.co_filename, lines)
             return marshal.loads, (marshal.dumps(obj),)
-        elif "torch" in sys.modules:
-            reduced = self._reduce_torch(obj)
-            if reduced is not NotImplemented:
-                return reduced
-        with _by_value(obj):
-            return cast("Any", super()).reducer_override(obj)
+        return NotImplemented
 
     def _in_shared_main(self, cls: type) -> bool:
         if cls.__module__ != "__main__":
@@ -268,6 +284,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         ):
             return _itself, (cast("Any", obj.module),)
         return NotImplemented
+
+
+def _of_script(name: str) -> Any:
+    """Returns this process's own variable of the script."""
+    script = vars(sys.modules["__main__"])
+    if name not in script:
+        raise RequestError(
+            f"variable `{name}`",
+            "it cannot be sent to another process, and this rank has none, as the script makes it "
+            "after its first distributed call",
+            "make it before that call, or inside the function",
+        )
+    return script[name]
 
 
 def _itself(obj: Any) -> Any:
@@ -338,7 +367,7 @@ def _decorated_reference(function: types.FunctionType) -> Any:
     inside = getattr(found, "__wrapped__", None)
     if inside is function and importable(function.__module__):
         return undecorated, (function.__module__, function.__qualname__)
-    return None
+    return NotImplemented
 
 
 def importable(module_name: str | None) -> bool:

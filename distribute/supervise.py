@@ -118,7 +118,9 @@ class Supervisor:
                     self._turn()
                 except BaseException as error:
                     self._interrupt(error)
-        except BaseException:
+        except BaseException as error:
+            # Of our own, or of what the call cannot be packed by: the rank here must not wait on.
+            self._ending.begin(error, self.outcomes.keys())
             self._ending.kill()
             raise
         finally:

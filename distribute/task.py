@@ -183,6 +183,45 @@ def packed(task: Task, main_names: frozenset[str] | None, sent: Sent | None = No
     raise refused(found) from found.error
 
 
+def packed_for_script(task: Task, main_names: frozenset[str]) -> Payload:
+    """Packs a task with its function for ranks that have run the script up to its first call.
+
+    A variable of the script that cannot be sent is replaced by the rank's own, with a warning.
+
+    Raises:
+        RequestError: Something else cannot be sent.
+    """
+    try:
+        return packed(task, main_names)
+    except RequestError:
+        # Arguments are the caller's, and of this moment.
+        if refusal((task.args, task.kwargs), main_names=main_names) is not None:
+            raise
+        script = vars(sys.modules["__main__"])
+        own = {
+            id(one): name
+            for name, one in script.items()
+            # Functions and classes are sent with what of them can be.
+            if not isinstance(one, type | types.FunctionType)
+            and not name.startswith("__")
+            and refusal(one, main_names=main_names) is not None
+        }
+        used: list[str] = []
+        try:
+            payload = pack(task, main_names=main_names, own=own, used=used)
+        except Exception:
+            payload = None
+        if payload is None:
+            raise
+    for name in dict.fromkeys(used):
+        warnings.warn(
+            f"variable `{name}` ({type(script[name]).__name__}) cannot be sent to another process; "
+            "the other ranks use the one that they made themselves when the script ran there",
+            stacklevel=2,
+        )
+    return payload
+
+
 def refused(found: Culprit) -> RequestError:
     """Returns the error that names what cannot be sent."""
     return RequestError(

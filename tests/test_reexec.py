@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.scripts import run_python, write
 
 
@@ -285,3 +287,94 @@ def test_an_interrupt_ends_the_call_once(tmp_path: Path) -> None:
     assert ended.code == 0, ended.text
     assert ended.lines("INT") == ["INTERRUPTED None"]
     assert ended.lines("NEXT") == ["NEXT 2"]
+
+
+@pytest.mark.slow
+def test_what_a_later_call_cannot_send_is_the_ranks_own(tmp_path: Path) -> None:
+    """A variable of the script that has no copy; a warning names it, and others are sent."""
+    script = write(
+        tmp_path,
+        """
+        import os, threading, warnings
+        from distribute import RequestError, distributed
+
+        LOCK = threading.Lock()
+        rate = 1
+
+        def helper():
+            with LOCK:
+                return rate
+
+        @distributed(devices=2, returns="all")
+        def train(ctx):
+            return ctx.rank, ctx.world_size, helper(), os.getpid()
+
+        @distributed(devices=2)
+        def late(ctx):
+            with AFTERWARDS:
+                return 1
+
+        first = train()
+        rate = 2
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            second = train()
+        print("PLAN", train.plan().method)
+        print("SECOND", [one[:3] for one in second])
+        print("SAME", [one[3] for one in first] == [one[3] for one in second])
+        print("TOLD", [str(one.message).partition(" cannot")[0] for one in caught])
+        try:
+            train_with = distributed(devices=2)(lambda ctx, x: x)
+            train_with(threading.Lock())
+        except RequestError as error:
+            print("ARGUMENT", str(error).partition(":")[0])
+        AFTERWARDS = threading.Lock()
+        try:
+            late()
+        except RequestError as error:
+            print("LATE", str(error).partition(":")[0])
+        print("AGAIN", [one[:3] for one in train()])
+        """,
+    )
+
+    ended = run_python(script)
+
+    assert ended.code == 0, ended.text
+    assert ended.lines("PLAN") == ["PLAN reexec"]
+    assert ended.lines("SECOND") == ["SECOND [(0, 2, 2), (1, 2, 2)]"]
+    assert ended.lines("SAME") == ["SAME True"]
+    assert ended.lines("TOLD") == ["TOLD ['variable `LOCK` (lock)']"]
+    assert ended.lines("LATE") == ["LATE variable `AFTERWARDS`"]
+    assert ended.lines("ARGUMENT") == ["ARGUMENT argument `x`"]
+    assert ended.lines("AGAIN") == ["AGAIN [(0, 2, 2), (1, 2, 2)]"]
+
+
+def test_rank_0_does_not_wait_when_the_call_cannot_be_made(tmp_path: Path) -> None:
+    """The other ranks have been started by then; the error arrives, and they are gone."""
+    script = write(
+        tmp_path,
+        """
+        from distribute import run
+
+        class Moody:
+            # For a look before the start it can be pickled, and not for the call.
+            looks = [True, False, True, False]
+
+            def __reduce__(self):
+                if Moody.looks and not Moody.looks.pop(0):
+                    raise MemoryError("not now")
+                return Moody, ()
+
+        try:
+            run(lambda ctx, moody: None, Moody(), devices=2)
+        except MemoryError as error:
+            print("CAUGHT", error)
+        print("NEXT", run(lambda ctx: ctx.all_gather(ctx.rank), devices=2))
+        """,
+    )
+
+    ended = run_python(script)
+
+    assert ended.code == 0, ended.text
+    assert ended.lines("CAUGHT") == ["CAUGHT not now"]
+    assert ended.lines("NEXT") == ["NEXT [0, 1]"]

@@ -27,7 +27,7 @@ from distribute.outcome import Outcome
 from distribute.place import Place
 from distribute.plan import Plan
 from distribute.process import ChildProcess
-from distribute.task import Task, check_inherited, pack_arguments, packed
+from distribute.task import Task, check_inherited, pack_arguments, packed_for_script
 
 _IMPORTED = time.monotonic()
 
@@ -53,7 +53,10 @@ def run(plan: Plan, task: Task, site: Site) -> list[Outcome]:
     """
     global _kept
     if _kept is not None:
-        return _kept.call(plan, task, lambda ready: packed(task, _main_names(ready)))
+        # Before the ranks are called, or harmed: it may be impossible.
+        ready = [one.ready for one in _kept.workers.members if one.ready is not None]
+        payload = packed_for_script(task, _main_names(ready))
+        return _kept.call(plan, task, lambda _: payload)
     check_inherited(task)
     _kept = _launch(plan)
     atexit.register(_close)
