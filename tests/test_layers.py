@@ -37,7 +37,7 @@ display machine request place payload home
 record output
 consumer
 ambient cgroup command devices environment interrupt memory openmp process rendezvous tree world
-cells errors lifeline notice
+cells errors hosting lifeline notice
 launchers.__init__
 """  # noqa: E501
 RANK = {name: -row for row, line in enumerate(LAYERS.split("\n")) for name in line.split()}

@@ -89,7 +89,7 @@ class _Starter:
         descriptor, life, record = berth.theirs.descriptors
         child = process.start(
             self._script,
-            environ=place.environ,
+            environ=command.environment(place.environ),
             cwd=command.START.cwd,
             life=life,
             descriptors=[descriptor, record],
