@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, Literal, cast
 
-from distribute.environment import External, external_world
+from distribute.environment import External, external_world, partial_world
 from distribute.errors import RequestError
 from distribute.machine import Machine
 from distribute.request import (
@@ -206,6 +206,9 @@ def resolve(
     else:
         idle = machine.kept == devices and machine.kept_accelerator == accelerator
         method, reason = _method(wanted, len(devices), idle, machine, rest)
+    ignored = partial_world(environ)
+    if ignored:
+        reason = f"{reason} ({ignored})"
     return Plan(
         method, reason, devices=devices, backend=backend, world_size=len(devices),
         command=machine.script if method == "reexec" else (), **rest,

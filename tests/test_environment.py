@@ -116,7 +116,7 @@ def test_a_worker_is_the_process_that_the_marker_names():
 
 
 def test_only_a_reexecuted_worker_has_a_descriptor():
-    assert worker_descriptors({WORKER_MARKER: "7,8,9:29500:4321"}, pid=4321) == (7, 8, 9)
+    assert worker_descriptors({WORKER_MARKER: "7,8,9,5:29500:4321"}, pid=4321) == (7, 8, 9, 5)
     assert worker_descriptors({WORKER_MARKER: "-:29500:4321"}, pid=4321) is None
     assert worker_descriptors({WORKER_MARKER: ":29500:4321"}, pid=4321) is None
     assert worker_descriptors({}, pid=4321) is None
