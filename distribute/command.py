@@ -182,6 +182,11 @@ def environment(now: Mapping[str, str]) -> dict[str, str]:
     return before | dict(now)
 
 
+def frozen() -> bool:
+    """Tells whether `sys.executable` is this program itself, as PyInstaller makes it."""
+    return bool(getattr(sys, "frozen", False))
+
+
 def absolute(file: str) -> str:
     """Returns the one path of a source file, however the program was started; a cell's name as is.
 
@@ -196,7 +201,7 @@ def _hosted_by(name: str) -> str:
 
 
 def _no_process() -> str:
-    if getattr(sys, "frozen", False):
+    if frozen():
         return "a frozen program has no script to run again"
     runner = hosting.runner()
     if runner:

@@ -133,7 +133,7 @@ def carry_out(chosen: Plan, launch: Callable[[Plan], list[Outcome]]) -> Any:
     _called = True
     with hosting.script_as_main():
         done = _attempt(chosen, launch)
-        if isinstance(done, NotReady):
+        if isinstance(done, NotReady) and not command.frozen():
             notice.tell(
                 "distribute: the forked processes did not start working, as happens when other "
                 "threads were busy at that moment; the fork server takes over\n"

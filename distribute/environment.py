@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from distribute.errors import RequestError
 
-# "<descriptors of the control channel and of standard output, or ->:<port of its world>:<process id>". The id tells a
-# worker from a program that a rank started, which inherits the variable and is no rank; the port
-# tells the variables of that rank from those of a launcher in between.
+# "<descriptors, or ->:<port of its world>:<process id>". The id tells a worker from a program that
+# a rank started, which inherits the variable and is no rank; the port tells the variables of that
+# rank from those of a launcher in between.
 WORKER_MARKER = "DISTRIBUTE_WORKER"
 
 # Set by the user, it shows what re-executed workers print before their call.
