@@ -120,7 +120,7 @@ CHOICES: list[tuple[str, dict[str, Any], Machine, dict[str, str], str, str]] = [
     ("one, thread", {"devices": 1}, cpus(main_thread=False), {}, "inline", "one process"),
     # A frozen program has nothing but forks.
     ("frozen", {"devices": 2}, cpus(**FROZEN), {}, "fork", "a frozen program"),
-    ("its threads", {"devices": 2}, cpus(other_threads=True, **FROZEN), {}, "fork", "a frozen"),
+    ("frozen, threads", {"devices": 2}, cpus(other_threads=True, **FROZEN), {}, "fork", "a frozen"),
     # Stray variables of a launcher are named.
     ("stray", {"devices": 2}, cpus(), {"RANK": "0"}, "reexec", "(RANK is set without LOCAL_RANK,"),
     ("stray, one", {}, cpus(), {"LOCAL_RANK": "0"}, "inline", "(LOCAL_RANK is set without RANK,"),

@@ -592,6 +592,34 @@ def test_a_test_runner(tmp_path: Path, start: str) -> None:
 
 
 @slow
+def test_a_text_with_examples(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import doctest
+        from distribute import distributed
+
+        @distributed(devices=2)
+        def train(ctx):
+            '''
+            >>> print(train.plan().method, train.plan().reason)
+            fork doctest runs this, and would run its tests again
+            >>> train()
+            2
+            '''
+            return ctx.all_reduce(1)
+
+        print("GOT", doctest.testmod())
+        """,
+    )
+
+    ended = run_python(script)
+
+    assert ended.code == 0, ended.text
+    assert ended.lines("GOT") == ["GOT TestResults(failed=0, attempted=2)"], ended.text
+
+
+@slow
 def test_a_study_of_optuna(tmp_path: Path) -> None:
     """A script that is run again would add trials of its own to a study that is stored.
 
