@@ -155,15 +155,15 @@ def command() -> tuple[tuple[str, ...], str]:
     why_not = _no_process() or _no_program(program)
     if why_not:
         return (), why_not
-    if program.label in _TOOLS:
-        inside = _inside(program)
-        if inside is None:
-            return (), _hosted_by(program.label)
-        return (START.executable, *inside.arguments), ""
     # A script for IPython (with magics, say) runs in IPython only, which replaces `__main__`.
     if cells.shell() is None:
-        main = vars(sys.modules["__main__"])
-        if not _is(program, main) or hosting.runs_foreign_code():
+        script = hosting.script()
+        if not _is(program, script):
+            inside = _inside(program, script) if program.label in _TOOLS else None
+            if inside is not None:
+                return (START.executable, *inside.arguments), ""
+            return (), _hosted_by(program.label)
+        if hosting.runs_foreign_code():
             return (), _hosted_by(program.label)
     return (START.executable, *START.arguments), ""
 
@@ -225,13 +225,12 @@ def _no_program(program: _Program) -> str:
     return "" if found[program.kind] else "there is no script on disk"
 
 
-def _inside(tool: _Program) -> _Program | None:
-    """Returns what a tool runs, or None if that is not known for sure."""
+def _inside(tool: _Program, script: Mapping[str, Any]) -> _Program | None:
+    """Returns the program that a tool runs as this script, or None if that is not sure."""
     # Tools leave the script its part of their command line in `sys.argv`, under a name of its own.
     rest = START.argv[1:]
     at = len(tool.rest) - len(rest) - 1
-    script = hosting.script()
-    if script is None or at < 0 or tool.rest[at + 1 :] != rest:
+    if at < 0 or tool.rest[at + 1 :] != rest:
         return None
     module = at > 0 and tool.rest[at - 1] in ("-m", "--module")
     found = _Program("module" if module else "file", tool.rest[at], tool.flags, rest)

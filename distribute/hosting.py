@@ -22,8 +22,8 @@ _RUNNERS = {
     "_pytest": ("pytest", "tests"),
     "unittest.case": ("unittest", "tests"),
     "doctest": ("doctest", "tests"),
-    "hydra": ("hydra", "job, or the whole sweep,"),
-    "optuna": ("Optuna", "trials"),
+    "hydra.main": ("hydra", "job, or the whole sweep,"),
+    "optuna.study": ("Optuna", "trials"),
 }
 # How pip and its like begin what they put into `bin`: with an import from the package.
 _STUB = re.compile(r"^(?:from|import)\s+([\w.]+)", re.MULTILINE)
@@ -49,15 +49,15 @@ def runner() -> str:
     return ""
 
 
-def script() -> dict[str, Any] | None:
-    """Returns the namespace of the script that makes the call, if one is being run.
+def script() -> dict[str, Any]:
+    """Returns the namespace of the script that makes the call.
 
     Some profilers run it in a namespace that is not that of the module `__main__`.
     """
     for frame in _stack():
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
             return frame.f_globals
-    return None
+    return vars(sys.modules["__main__"])  # the call is made as the interpreter ends, say
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def script_as_main() -> Generator[None]:
     Its classes and functions can be sent then, and keep their identity.
     """
     namespace, main = script(), sys.modules["__main__"]
-    if namespace is None or namespace is vars(main):
+    if namespace is vars(main):
         yield
         return
     module = types.ModuleType("__main__")

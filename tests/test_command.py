@@ -151,6 +151,38 @@ def test_the_debugger_is_not_started_again(script: Path, tmp_path: Path):
     assert found["command"] == [sys.executable, str(script), "a"]
 
 
+@pytest.mark.parametrize("name", ["trace.py", "profile", "kernprof.py"])
+def test_a_script_with_the_name_of_a_tool_is_a_script(name: str, tmp_path: Path):
+    (tmp_path / name).write_text(PROBE)
+
+    found = start(name, "a", cwd=tmp_path)
+
+    assert found["command"] == [sys.executable, name, "a"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "name", "flags", "rest"),
+    [
+        ("-um pkg x", "module", "pkg", ("-u",), ("x",)),
+        ("-uOmpkg -m", "module", "pkg", ("-uO",), ("-m",)),
+        ("-Xm -W c s.py -c", "file", "s.py", ("-Xm", "-W", "c"), ("-c",)),
+        ("-OX utf8 --check-hash-based-pycs always s.py", "file", "s.py", 4, ()),
+        ("-Wm -uc pass", "text", "-c", 2, ()),
+        ("-u -", "text", "-", ("-u",), ()),
+        ("-u", "text", "-", ("-u",), ()),
+    ],
+)
+def test_the_interpreter_s_arguments_are_read_as_it_does(
+    arguments: str, kind: str, name: str, flags: tuple[str, ...] | int, rest: tuple[str, ...]
+):
+    given = tuple(arguments.split())
+
+    found = command._parsed(given)
+
+    assert (found.kind, found.name, found.rest) == (kind, name, rest)
+    assert found.flags == (given[:flags] if isinstance(flags, int) else flags)
+
+
 def test_the_profiler_is_not_started_again(script: Path, tmp_path: Path):
     """Several of them would write one file of results."""
     found = start("-m", "cProfile", "-o", "out.prof", str(script), cwd=tmp_path)
