@@ -234,3 +234,18 @@ def test_a_script_that_is_gone_cannot_be_run_again(tmp_path: Path):
 
     assert found["command"] == []
     assert found["why"] == "there is no script on disk"
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_module_that_is_found_elsewhere_was_not_started_there(tmp_path: Path, changed: bool):
+    """Of an editable install, say: its place on the search path says nothing of the start."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "here").mkdir()
+    change = "import os; os.chdir(os.path.dirname(__file__))\n" * changed
+    (tmp_path / "src" / "mod.py").write_text(change + PROBE)
+    path = os.pathsep.join([HERE, str(tmp_path / "src")])
+
+    found = start("-m", "mod", cwd=tmp_path / "here", PYTHONPATH=path)
+
+    assert found["command"] == [sys.executable, "-m", "mod"]
+    assert os.path.samefile(found["cwd"], tmp_path / ("src" if changed else "here"))
