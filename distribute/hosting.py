@@ -10,7 +10,6 @@ import functools
 import os
 import re
 import sys
-import sysconfig
 import types
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -114,4 +113,4 @@ def installed(file: str) -> bool:
     parts = file.split(os.sep)
     if "site-packages" in parts or "dist-packages" in parts:
         return True
-    return file.startswith(os.path.join(sysconfig.get_path("stdlib"), ""))
+    return file.startswith(os.path.join(os.path.dirname(os.__file__), ""))

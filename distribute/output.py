@@ -10,6 +10,9 @@
           |
     the launcher's own standard output and error, or a file for each rank
 
+A re-executed worker has a third one up to its call, in place of standard output: what it prints
+there is known to its errors, and not shown.
+
 Ranks that had the launcher's descriptors themselves would print into each other's lines, and stop
 when the consumer does. Nothing here waits for the end of a pipe: what a rank has started may hold
 it open for ever.
