@@ -100,13 +100,16 @@ def _parsed(arguments: tuple[str, ...]) -> _Program:
 def _started_in() -> str:
     """Returns the directory that the interpreter was started in."""
     # A script may change it before it imports this library. But `__main__.__file__` is absolute,
-    # and tells what a relative path began with. For a module the search path has the directory.
+    # and tells what a relative path began with. For a module the search path has the directory,
+    # and before Python's library.
     here = os.getcwd()
     program = _parsed(tuple(sys.orig_argv[1:]))
     main = os.path.normpath(getattr(sys.modules.get("__main__"), "__file__", None) or "")
     unchanged = program.kind == "module" and (sys.flags.safe_path or here in sys.path)
     if program.kind == "text" or unchanged or not os.path.isabs(main):
         return here
+    library = os.path.dirname(os.__file__)
+    early = sys.path[: sys.path.index(library)] if library in sys.path else []
     if program.kind == "module":
         end, whole = program.name.replace(".", os.sep), os.path.splitext(main)[0]
     else:
@@ -114,7 +117,7 @@ def _started_in() -> str:
     for one in (whole, os.path.dirname(main)):  # the second: a package, a directory, a zip file
         if not os.path.isabs(end) and one.endswith(os.sep + end):
             found = one[: -len(end) - 1] or os.sep
-            return found if program.kind == "file" or found in sys.path else here
+            return found if program.kind == "file" or found in early else here
     return here
 
 

@@ -190,6 +190,16 @@ def test_the_profiler_is_not_started_again(script: Path, tmp_path: Path):
     assert found["command"] == [sys.executable, str(script)]
 
 
+def test_a_tool_that_takes_the_directory_from_the_search_path(tmp_path: Path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "s.py").write_text(PROBE)
+
+    found = start("-m", "trace", "--count", "-C", "counts", "sub/s.py", "a", cwd=tmp_path)
+
+    assert found["command"] == [sys.executable, "sub/s.py", "a"]
+    assert os.path.samefile(found["cwd"], tmp_path)
+
+
 @pytest.mark.parametrize("flags", [(), ("-W", "ignore"), ("-X", "utf8", "-u"), ("-Wignore",)])
 def test_a_test_runner_is_not_started_again(flags: tuple[str, ...], tmp_path: Path):
     (tmp_path / "test_it.py").write_text(
