@@ -407,7 +407,8 @@ def test_a_worker_of_joblib(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tool", "behind"),
     [
-        ("-Om cProfile -o out.prof", "-O"),
+        ("-m cProfile -o out.prof", ""),
+        pytest.param("-Om cProfile -o out.prof", "-O", marks=slow),
         pytest.param("-m cProfile -o out.prof -m", "-m", marks=slow),
         pytest.param("-m profile -o out.prof", "", marks=slow),
         pytest.param("-Xutf8 -m trace --count -C counts", "-Xutf8", marks=slow),
