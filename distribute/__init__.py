@@ -64,7 +64,7 @@ _descriptors = _worker_descriptors(_os.environ, _os.getpid())
 if _descriptors is not None:
     from distribute import record as _record
 
-    _record.begin(_descriptors[-1])
+    _record.begin(_descriptors[2])
     from distribute.launchers import reexec as _reexec
 
     _reexec.arrive(*_descriptors)

@@ -37,6 +37,7 @@ class Berth:
         listening: The listening socket of the rendezvous, if it is rank 0.
         stdout: Descriptor of its standard output, or None for the launcher's.
         stderr: Descriptor of its standard error, or None for the launcher's.
+        muted: Descriptor of its standard output up to the call, or None if that is shown, too.
         group: Whether it leads a process group of its own; otherwise it is in the launcher's.
     """
 
@@ -46,6 +47,7 @@ class Berth:
     listening: socket.socket | None
     stdout: int | None
     stderr: int | None
+    muted: int | None
     group: bool
 
 
@@ -183,6 +185,7 @@ def make_all(
     listening: socket.socket | None,
     *,
     detached: bool = False,
+    muted: bool = False,
 ) -> list[Worker]:
     """Makes a worker for each place; all or none.
 
@@ -191,20 +194,23 @@ def make_all(
         make: Makes the process of one.
         listening: The listening socket of the rendezvous, for rank 0.
         detached: Whether not even rank 0 writes to the launcher's terminal.
+        muted: Whether their standard output is not shown before the call.
     """
     members: list[Worker] = []
     try:
         for place in wanted:
             with interrupt.held():
-                worker = _make(place, make, listening if place.rank == 0 else None, detached)
-                members.append(worker)
+                ours = listening if place.rank == 0 else None
+                members.append(_make(place, make, ours, detached, muted))
     except BaseException:
         ending.end(members, 0.0)
         raise
     return members
 
 
-def _make(place: Place, make: Make, listening: socket.socket | None, detached: bool) -> Worker:
+def _make(
+    place: Place, make: Make, listening: socket.socket | None, detached: bool, muted: bool
+) -> Worker:
     rank = place.rank
     ours, theirs = Channel.pair()
     # On a terminal rank 0 keeps it: progress bars and prompts are to be the real ones.
@@ -215,15 +221,18 @@ def _make(place: Place, make: Make, listening: socket.socket | None, detached: b
         stderr=not (keeps and is_terminal(2)),
         together=detached or consumer.together(),
     )
+    above: int | None = None
     try:
-        process = make(Berth(place, ours, theirs, listening, stdout, stderr, leads_group(rank)))
+        above = tap.muted() if muted else None
+        group = leads_group(rank)
+        process = make(Berth(place, ours, theirs, listening, stdout, stderr, above, group))
     except BaseException:
         ours.close()
         tap.close()
         raise
     finally:
         theirs.close()
-        for one in (stdout, stderr):
+        for one in (stdout, stderr, above):
             if one is not None:
                 os.close(one)
     return Worker(rank, ours, process, tap=tap)

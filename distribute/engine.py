@@ -12,7 +12,7 @@ from pathlib import PurePath
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from distribute import stateful
+from distribute import command, stateful
 from distribute.environment import is_worker
 from distribute.errors import RequestError
 from distribute.messages import Site
@@ -98,7 +98,7 @@ def calling_site(function: Callable[..., Any]) -> Site:
     name = getattr(function, "__qualname__", repr(function))
     if frame is None:
         return Site(name, "?", 0)
-    return Site(name, frame.f_code.co_filename, frame.f_lineno)
+    return Site(name, command.absolute(frame.f_code.co_filename), frame.f_lineno)
 
 
 def _in_place(request: Request, task: Task, context: Context) -> Any:
@@ -124,7 +124,7 @@ def carry_out(chosen: Plan, launch: Callable[[Plan], list[Outcome]]) -> Any:
             processes did not start working.
     """
     __tracebackhide__ = True
-    from distribute import consumer, notice
+    from distribute import consumer, hosting, notice
     from distribute.failure import NotReady
 
     if isinstance(chosen.output, PurePath) and chosen.forwarded:
@@ -133,16 +133,17 @@ def carry_out(chosen: Plan, launch: Callable[[Plan], list[Outcome]]) -> Any:
     _called = True
     if chosen.remark:
         notice.tell(f"distribute: {chosen.remark}\n")
-    done = _attempt(chosen, launch)
-    if isinstance(done, NotReady):
-        notice.tell(f"distribute: {done}; the fork server takes over\n")
-        done = _attempt(replace(chosen, method="forkserver"), launch)
-    if isinstance(done, BaseException):
-        try:
-            raise done
-        finally:
-            del done  # its traceback holds this frame
-    return _value(chosen, done)
+    with hosting.script_as_main():
+        done = _attempt(chosen, launch)
+        if isinstance(done, NotReady) and not command.frozen():
+            notice.tell(f"distribute: {done}; the fork server takes over\n")
+            done = _attempt(replace(chosen, method="forkserver"), launch)
+        if not isinstance(done, BaseException):
+            return _value(chosen, done)
+    try:
+        raise done
+    finally:
+        del done  # its traceback holds this frame
 
 
 def _attempt(

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 
 from distribute.errors import RequestError
 
-# "<descriptors of the control channel, or ->:<port of its world>:<process id>". The id tells a
-# worker from a program that a rank started, which inherits the variable and is no rank; the port
-# tells the variables of that rank from those of a launcher in between.
+# "<descriptors, or ->:<port of its world>:<process id>". The id tells a worker from a program that
+# a rank started, which inherits the variable and is no rank; the port tells the variables of that
+# rank from those of a launcher in between.
 WORKER_MARKER = "DISTRIBUTE_WORKER"
+
+# Set by the user, it shows what re-executed workers print before their call.
+_SHOWS_ALL = "DISTRIBUTE_SHOW_ALL"
 
 _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -51,17 +54,42 @@ def is_worker(environ: Mapping[str, str], pid: int) -> bool:
     return _marker(environ)[2] == str(pid)
 
 
-def worker_descriptors(environ: Mapping[str, str], pid: int) -> tuple[int, int, int] | None:
-    """Returns the control channel's descriptors that this re-executed worker was started with."""
+def worker_descriptors(environ: Mapping[str, str], pid: int) -> tuple[int, int, int, int] | None:
+    """Returns the descriptors that this re-executed worker was started with.
+
+    The first three are the control channel's, the last is its standard output in the call.
+    """
     parts = _marker(environ)[0].split(",")
-    if is_worker(environ, pid) and len(parts) == 3 and all(one.isdigit() for one in parts):
-        return int(parts[0]), int(parts[1]), int(parts[2])
+    if is_worker(environ, pid) and len(parts) == 4 and all(one.isdigit() for one in parts):
+        return int(parts[0]), int(parts[1]), int(parts[2]), int(parts[3])
     return None
+
+
+def shows_all(environ: Mapping[str, str]) -> bool:
+    """Tells whether to show what re-executed workers print before their call."""
+    return environ.get(_SHOWS_ALL, "") not in ("", "0")
 
 
 def _marker(environ: Mapping[str, str]) -> list[str]:
     parts = environ.get(WORKER_MARKER, "").split(":")
     return parts if len(parts) == 3 else ["", "", ""]
+
+
+def partial_world(environ: Mapping[str, str]) -> str:
+    """Says which variables of a launcher are set without the others, or nothing.
+
+    The address alone is no sign of a launcher.
+    """
+    set_ones = [
+        name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK") if name in environ
+    ]
+    missing = [name for name in _WORLD if name not in environ]
+    if not set_ones or not missing:
+        return ""
+    verb = "is" if len(set_ones) == 1 else "are"
+    return (
+        f"{', '.join(set_ones)} {verb} set without {', '.join(missing)}, and {verb} no launcher's"
+    )
 
 
 def external_world(environ: Mapping[str, str]) -> External | None:

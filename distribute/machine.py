@@ -26,6 +26,7 @@ class Machine:
         other_threads: Whether other Python threads are running.
         script: The command that runs this program again, or empty.
         no_script: Why there is no such command.
+        frozen: Whether there is no interpreter but this program itself.
         earlier_calls: Whether this process has made a distributed call before.
         kept: Device indices of living re-executed workers at their call, or None.
         kept_accelerator: Their device type.
@@ -43,6 +44,7 @@ class Machine:
     other_threads: bool = False
     script: tuple[str, ...] = ()
     no_script: str = ""
+    frozen: bool = False
     earlier_calls: bool = False
     kept: tuple[int, ...] | None = None
     kept_accelerator: str = ""
@@ -77,6 +79,7 @@ def read(
         other_threads=threading.active_count() > 1,
         script=script,
         no_script=no_script,
+        frozen=command.frozen(),
         earlier_calls=earlier_calls,
         kept=kept,
         kept_accelerator=kept_accelerator,

@@ -10,6 +10,9 @@
           |
     the launcher's own standard output and error, or a file for each rank
 
+A re-executed worker has a third one up to its call, in place of standard output: what it prints
+there is known to its errors, and not shown.
+
 Ranks that had the launcher's descriptors themselves would print into each other's lines, and stop
 when the consumer does. Nothing here waits for the end of a pipe: what a rank has started may hold
 it open for ever.
@@ -94,6 +97,16 @@ class Tap:
             raise
         return cls(rank, (out[0], error[0])), (out[1], error[1])
 
+    def muted(self) -> int:
+        """Makes a further pipe, of what is to be known and not to be shown.
+
+        Returns:
+            The write end for the worker, which the caller closes once the worker has it.
+        """
+        read, write = os.pipe()
+        self.pipes.append(_Pipe(self, 1, read, muted=True))
+        return write
+
     def tail(self, lines: int = 20) -> list[str]:
         """Returns the last lines that the rank has written, as far as they have been read.
 
@@ -136,13 +149,15 @@ class _Pipe:
     Attributes:
         number: 1 for standard output, 2 for standard error.
         descriptor: The read end, or -1 if closed.
+        muted: Whether it is read for the tail only.
         rest: The unfinished line, as far as it has not been passed on.
         due: When the rest is passed on although it is unfinished, or None.
         last: The unfinished line for the tail.
     """
 
-    def __init__(self, tap: Tap, number: int, descriptor: int) -> None:
+    def __init__(self, tap: Tap, number: int, descriptor: int, *, muted: bool = False) -> None:
         os.set_blocking(descriptor, False)
+        self.muted = muted
         self.tap = tap
         self.number = number
         self.descriptor = descriptor
@@ -342,7 +357,9 @@ class Forwarder:
     def _take(self, pipe: _Pipe, most: int) -> int:
         data = pipe.read(most)
         if data:
-            if isinstance(self._output, PurePath):
+            if pipe.muted:
+                pass
+            elif isinstance(self._output, PurePath):
                 self._backlog.put(_FIRST_FILE + pipe.tap.rank, data)
             elif self._output == "all" or (self._output == "main" and pipe.tap.rank == 0):
                 self._put(pipe, pipe.whole(data))

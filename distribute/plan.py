@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, Literal, cast
 
-from distribute.environment import External, external_world
+from distribute.environment import External, external_world, partial_world
 from distribute.errors import RequestError
 from distribute.machine import Machine
 from distribute.request import (
@@ -214,6 +214,9 @@ def resolve(
     else:
         idle = machine.kept == devices and machine.kept_accelerator == accelerator
         method, reason = _method(wanted, len(devices), idle, machine, rest)
+    ignored = partial_world(environ)
+    if ignored:
+        reason = f"{reason} ({ignored})"
     # In a notebook a fork is the usual one: ranks of the fork server see less of what cells made.
     unusual = machine.interactive and wanted is None and method == "forkserver"
     return Plan(
@@ -287,6 +290,15 @@ def _asked_for(wanted: StartMethod, obstacle: tuple[str, ...]) -> tuple[Method, 
 
 def _beside(machine: Machine, why: str = "") -> tuple[Method, str]:
     """Chooses for ranks that are all processes beside the caller."""
+    if machine.frozen:
+        obstacle = _no_fork(machine, False, 0)
+        if obstacle:
+            raise RequestError(
+                "several processes of a frozen program",
+                f"it has no interpreter to start, and {obstacle[0]}",
+                "make the call before the first use of the accelerator, or run the script itself",
+            )
+        return "fork", why
     if machine.interactive:
         # A kernel always has threads of its own, which wait for messages: a fork proves itself.
         why_not = _unsafe_fork(replace(machine, other_threads=False))
@@ -346,15 +358,20 @@ def _no_fork(machine: Machine, kept: bool, restarts: int) -> tuple[str, ...]:
     return ()
 
 
-def _possible(machine: Machine, kept: bool, restarts: int) -> tuple[str, ...]:
+def _no_interpreter(machine: Machine, kept: bool, restarts: int) -> tuple[str, ...]:
+    if machine.frozen:
+        return (
+            "a frozen program would start itself in place of an interpreter",
+            'use "fork", or leave it to "auto"',
+        )
     return ()
 
 
 _OBSTACLES: dict[StartMethod, Callable[[Machine, bool, int], tuple[str, ...]]] = {
     "reexec": _no_reexec,
     "fork": _no_fork,
-    "forkserver": _possible,
-    "spawn": _possible,
+    "forkserver": _no_interpreter,
+    "spawn": _no_interpreter,
 }
 
 

@@ -146,18 +146,58 @@ def test_a_prompt_is_interactive(tmp_path: Path):
 
 
 def test_the_debugger_is_not_started_again(script: Path, tmp_path: Path):
-    found = start("-m", "pdb", "-c", "continue", str(script), stdin="q\n", cwd=tmp_path)
+    found = start("-m", "pdb", "-c", "continue", str(script), "a", stdin="q\n", cwd=tmp_path)
 
-    assert found["command"] == []
-    assert "pdb" in found["why"]
+    assert found["command"] == [sys.executable, str(script), "a"]
+
+
+@pytest.mark.parametrize("name", ["trace.py", "profile", "kernprof.py"])
+def test_a_script_with_the_name_of_a_tool_is_a_script(name: str, tmp_path: Path):
+    (tmp_path / name).write_text(PROBE)
+
+    found = start(name, "a", cwd=tmp_path)
+
+    assert found["command"] == [sys.executable, name, "a"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "name", "flags", "rest"),
+    [
+        ("-um pkg x", "module", "pkg", ("-u",), ("x",)),
+        ("-uOmpkg -m", "module", "pkg", ("-uO",), ("-m",)),
+        ("-Xm -W c s.py -c", "file", "s.py", ("-Xm", "-W", "c"), ("-c",)),
+        ("-OX utf8 --check-hash-based-pycs always s.py", "file", "s.py", 4, ()),
+        ("-Wm -uc pass", "text", "-c", 2, ()),
+        ("-u -", "text", "-", ("-u",), ()),
+        ("-u", "text", "-", ("-u",), ()),
+    ],
+)
+def test_the_interpreter_s_arguments_are_read_as_it_does(
+    arguments: str, kind: str, name: str, flags: tuple[str, ...] | int, rest: tuple[str, ...]
+):
+    given = tuple(arguments.split())
+
+    found = command._parsed(given)
+
+    assert (found.kind, found.name, found.rest) == (kind, name, rest)
+    assert found.flags == (given[:flags] if isinstance(flags, int) else flags)
 
 
 def test_the_profiler_is_not_started_again(script: Path, tmp_path: Path):
     """Several of them would write one file of results."""
     found = start("-m", "cProfile", "-o", "out.prof", str(script), cwd=tmp_path)
 
-    assert "cProfile" not in found["command"]
-    assert "out.prof" not in found["command"]
+    assert found["command"] == [sys.executable, str(script)]
+
+
+def test_a_tool_that_takes_the_directory_from_the_search_path(tmp_path: Path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "s.py").write_text(PROBE)
+
+    found = start("-m", "trace", "--count", "-C", "counts", "sub/s.py", "a", cwd=tmp_path)
+
+    assert found["command"] == [sys.executable, "sub/s.py", "a"]
+    assert os.path.samefile(found["cwd"], tmp_path)
 
 
 @pytest.mark.parametrize("flags", [(), ("-W", "ignore"), ("-X", "utf8", "-u"), ("-Wignore",)])
@@ -204,3 +244,18 @@ def test_a_script_that_is_gone_cannot_be_run_again(tmp_path: Path):
 
     assert found["command"] == []
     assert found["why"] == "there is no script on disk"
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_module_that_is_found_elsewhere_was_not_started_there(tmp_path: Path, changed: bool):
+    """Of an editable install, say: its place on the search path says nothing of the start."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "here").mkdir()
+    change = "import os; os.chdir(os.path.dirname(__file__))\n" * changed
+    (tmp_path / "src" / "mod.py").write_text(change + PROBE)
+    path = os.pathsep.join([HERE, str(tmp_path / "src")])
+
+    found = start("-m", "mod", cwd=tmp_path / "here", PYTHONPATH=path)
+
+    assert found["command"] == [sys.executable, "-m", "mod"]
+    assert os.path.samefile(found["cwd"], tmp_path / ("src" if changed else "here"))

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from distribute.environment import WORKER_MARKER, external_world, is_worker, worker_descriptors
+from distribute.environment import (
+    WORKER_MARKER,
+    external_world,
+    is_worker,
+    partial_world,
+    worker_descriptors,
+)
 from distribute.errors import RequestError
 
 NEEDED = {
@@ -39,6 +45,24 @@ def test_a_set_without_one_variable_means_nothing(missing: str):
 @pytest.mark.parametrize("name", [*NEEDED, "TORCHELASTIC_RUN_ID", "NODE_RANK", "SLURM_JOB_ID"])
 def test_a_lone_variable_means_nothing(name: str):
     assert external_world({name: TORCHRUN.get(name, "1")}) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["LOCAL_RANK"], "LOCAL_RANK is set without RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        (["RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"], "RANK, LOCAL_RANK are set without "),
+        (["NODE_RANK"], "NODE_RANK is set without RANK"),
+        (["MASTER_ADDR", "MASTER_PORT"], ""),
+        (list(NEEDED), ""),
+        ([], ""),
+    ],
+)
+def test_variables_that_make_no_rank_are_named(names: list[str], text: str):
+    found = partial_world(dict.fromkeys(names, "1"))
+
+    assert found.startswith(text)
+    assert bool(found) is bool(text)
 
 
 def test_torchrun():
@@ -116,7 +140,7 @@ def test_a_worker_is_the_process_that_the_marker_names():
 
 
 def test_only_a_reexecuted_worker_has_a_descriptor():
-    assert worker_descriptors({WORKER_MARKER: "7,8,9:29500:4321"}, pid=4321) == (7, 8, 9)
+    assert worker_descriptors({WORKER_MARKER: "7,8,9,5:29500:4321"}, pid=4321) == (7, 8, 9, 5)
     assert worker_descriptors({WORKER_MARKER: "-:29500:4321"}, pid=4321) is None
     assert worker_descriptors({WORKER_MARKER: ":29500:4321"}, pid=4321) is None
     assert worker_descriptors({}, pid=4321) is None

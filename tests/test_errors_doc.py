@@ -7,7 +7,6 @@ how whitespace is broken does not count.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -33,7 +32,6 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from distribute import Context, current, distributed, memory, run, workers
-from distribute.command import Start
 from distribute.machine import Machine
 from distribute.plan import resolve
 from distribute.request import Request
@@ -375,21 +373,33 @@ def contradiction(ground: Ground) -> list[str]:
     return [refused(CPU, strategy="ddp_spawn", start_method="fork")]
 
 
-def _in_child(pipe: Any) -> None:
-    pipe.send(told(lambda: run(print, devices=2, start_method="reexec")))
+# Calls that are refused in all the ways of one program.
+REFUSED = """
+import multiprocessing, os, sys, unittest
+from distribute import run
 
+def call():
+    try:
+        run(print, devices=2, start_method="reexec")
+    except ValueError as error:
+        print(f"TOLD {type(error).__name__}: {error}", flush=True)
 
-def _of_child() -> str:
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=_in_child, args=(theirs,))
-    child.start()
-    theirs.close()
-    with ours:
-        text: str = ours.recv()
-    child.join()
-    child.close()
-    return text
+class Test(unittest.TestCase):
+    def test(self):
+        call()
+
+call()
+unittest.main(argv=["test"], exit=False)
+child = multiprocessing.get_context("fork").Process(target=call)
+child.start()
+child.join()
+if os.fork() == 0:
+    call()
+    os._exit(0)
+os.wait()
+sys.frozen = True
+call()
+"""
 
 
 @producer
@@ -402,15 +412,18 @@ def reexec(ground: Ground) -> list[str]:
         refused(CPU, max_restarts=2, **asked),
         told(lambda: run(print, **asked)),  # pytest
     ]
-    ground.patch.delenv("PYTEST_CURRENT_TEST")
-    texts.append(_of_child())
-    for arguments in (("-c", "..."), ("-m", "cProfile", "train.py")):
-        start = Start(sys.executable, arguments, os.getcwd())
-        ground.patch.setattr("distribute.command.START", start)
-        texts.append(told(lambda: run(print, **asked)))
-    ground.patch.setattr(sys, "frozen", True, raising=False)
-    texts.append(told(lambda: run(print, **asked)))
+    write(ground.path, REFUSED)
+    for ended in (run_python("-c", REFUSED), run_python("-m", "runpy", "s", cwd=ground.path)):
+        texts += [line.removeprefix("TOLD ") for line in ended.lines("TOLD")]
     return texts
+
+
+@producer
+def frozen(ground: Ground) -> list[str]:
+    return [
+        refused(Machine(frozen=True), devices=2, start_method="spawn"),
+        refused(Machine(frozen=True, live_accelerator=True), devices=2),
+    ]
 
 
 @producer

@@ -80,6 +80,7 @@ def refusal(machine: Machine, environ: dict[str, str] | None = None, **options: 
 HELD = (1, 2, "gloo")
 NOTEBOOK = {"interactive": "a notebook kernel", "script": (), "no_script": NO_SCRIPT}
 LATER = {"earlier_calls": True}
+FROZEN = {"script": (), "no_script": "a frozen program has no script to run again", "frozen": True}
 PYTEST = {"script": (), "no_script": "pytest runs this, and would run its tests again"}
 
 # What a person asked, the facts, the method, and a part of the reason. Rows stand in the order in
@@ -117,6 +118,13 @@ CHOICES: list[tuple[str, dict[str, Any], Machine, dict[str, str], str, str]] = [
     ("auto on one GPU", {}, gpus(1), {}, "inline", "one process"),
     ("one, notebook", {"devices": 1}, cpus(**NOTEBOOK), {}, "inline", "one process"),
     ("one, thread", {"devices": 1}, cpus(main_thread=False), {}, "inline", "one process"),
+    # A frozen program has nothing but forks.
+    ("frozen", {"devices": 2}, cpus(**FROZEN), {}, "fork", "a frozen program"),
+    ("frozen, threads", {"devices": 2}, cpus(other_threads=True, **FROZEN), {}, "fork", "a frozen"),
+    # Stray variables of a launcher are named.
+    ("stray", {"devices": 2}, cpus(), {"RANK": "0"}, "reexec", "(RANK is set without LOCAL_RANK,"),
+    ("stray, one", {}, cpus(), {"LOCAL_RANK": "0"}, "inline", "(LOCAL_RANK is set without RANK,"),
+    ("address", {"devices": 2}, cpus(), {"MASTER_PORT": "1"}, "reexec", "can be run again"),
     # A notebook or a prompt forks, if it can.
     ("notebook", {"devices": 2}, cpus(**NOTEBOOK), {}, "fork", "a notebook kernel"),
     ("notebook, later", {"devices": 2}, cpus(**NOTEBOOK, **LATER), {}, "fork", "a notebook"),

@@ -77,7 +77,8 @@ def _main_names(ready: list[Ready]) -> frozenset[str]:
 def _launch(plan: Plan) -> Led:
     listening = rendezvous.listen()
     places = planned_places(plan, listening.getsockname()[1])
-    members = make_all(places[1:], _Starter(plan.command).start, None)
+    muted = not environment.shows_all(os.environ)
+    members = make_all(places[1:], _Starter(plan.command).start, None, muted=muted)
     crew = Crew(members, listening.getsockname()[1])
     return Led(crew, worker.Seat(places[0], listening.detach()), plan)
 
@@ -90,17 +91,20 @@ class _Starter:
         """Makes the process of a worker."""
         place = berth.place
         descriptor, life, record = berth.theirs.descriptors
+        # Until the call, standard output is another one; the worker changes over.
+        assert berth.stdout is not None  # only rank 0 can do without
+        numbers = (descriptor, life, record, berth.stdout)
         child = process.start(
             self._script,
-            environ=place.environ,
+            environ=command.environment(place.environ),
             cwd=command.START.cwd,
             life=life,
-            descriptors=[descriptor, record],
+            descriptors=[descriptor, record, berth.stdout],
             stdin=subprocess.DEVNULL,
-            stdout=berth.stdout,
+            stdout=berth.stdout if berth.muted is None else berth.muted,
             stderr=berth.stderr,
             group=True,
-            marker=(environment.WORKER_MARKER, f"{descriptor},{life},{record}:{place.port}"),
+            marker=(environment.WORKER_MARKER, f"{','.join(map(str, numbers))}:{place.port}"),
         )
         berth.ours.send(place)
         return child
@@ -117,12 +121,13 @@ def _close() -> None:
 class _Arrival:
     """A worker on the way from the start of the script to its first distributed call."""
 
-    def __init__(self, descriptor: int, life: int, record: int) -> None:
+    def __init__(self, descriptor: int, life: int, record: int, stdout: int) -> None:
         channel = Channel.inherited(descriptor, life, record)
         worker.show(channel.record)
         self.place: Place = channel.receive()
         self.link = WatchedLink(channel, group=True)
-        self._stdout = _mute()
+        self._stdout = stdout
+        os.set_inheritable(stdout, False)
         self._hook: Callable[..., Any] = sys.excepthook
         sys.excepthook = self._report
 
@@ -159,10 +164,10 @@ class _Arrival:
 _arrival: _Arrival | None = None
 
 
-def arrive(descriptor: int, life: int, record: int) -> None:
+def arrive(descriptor: int, life: int, record: int, stdout: int) -> None:
     """Begins a worker's life, when the script imports this library."""
     global _arrival
-    _arrival = _Arrival(descriptor, life, record)
+    _arrival = _Arrival(descriptor, life, record, stdout)
 
 
 def arriving() -> bool:
@@ -174,12 +179,3 @@ def join(task: Task, site: Site) -> NoReturn:
     """Joins the launcher at the first distributed call."""
     assert _arrival is not None
     _arrival.join(task, site)
-
-
-def _mute() -> int:
-    """Silences standard output: the launcher prints the same. Returns the real one."""
-    real = os.dup(1)
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.close(null)
-    return real
