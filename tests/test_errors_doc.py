@@ -7,6 +7,7 @@ how whitespace is broken does not count.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
