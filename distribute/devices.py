@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+_own: torch.device | None = None
+
 # Opened by a living context of these, whichever library made it.
 _CONTEXT_FILES = {"/dev/nvidia-uvm": "CUDA", "/dev/kfd": "ROCm"}
 
@@ -41,12 +43,16 @@ def device(accelerator: str, index: int | None) -> torch.device:
     """Returns the device of a rank and makes it the current one, before anything uses it."""
     import torch
 
-    if index is None:
-        return torch.device(accelerator)
-    found = torch.device(accelerator, index)
-    if accelerator != "cpu":
+    global _own
+    _own = torch.device(accelerator) if index is None else torch.device(accelerator, index)
+    if index is not None and accelerator != "cpu":
         torch.accelerator.set_device_index(index)
-    return found
+    return _own
+
+
+def own() -> torch.device | None:
+    """Returns the device of the rank that this process is, or was last; None if it is none."""
+    return _own
 
 
 def default_backend(accelerator: str) -> str:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import cloudpickle
 
-from distribute import cells, memory, stateful
+from distribute import cells, devices, memory, stateful
 from distribute.errors import RequestError
 from distribute.sent import Sent
 
@@ -267,6 +267,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._kept += [obj, view]
             self._storages[id(view)] = obj
             return _storage, (pickle.PickleBuffer(view), obj.nbytes())
+        if kind is torch.UntypedStorage and obj.device.type != "meta":
+            # Of an accelerator: torch would bring it to the device of the same number.
+            host = obj.cpu()
+            self._kept.append(host)
+            return (_itself if self._home else _on_own_device), (host,)
         if kind is torch.TypedStorage:
             untyped = obj._untyped_storage
             self._kept.append(untyped)
@@ -301,6 +306,11 @@ def _of_script(name: str) -> Any:
 
 def _itself(obj: Any) -> Any:
     return obj
+
+
+def _on_own_device(storage: Any) -> Any:
+    own = devices.own()
+    return storage if own is None or own.type == "cpu" else storage.to(device=own)
 
 
 def _storage_view(storage: torch.UntypedStorage) -> Any:

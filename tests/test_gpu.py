@@ -126,3 +126,38 @@ def test_a_living_context_forbids_a_fork_and_only_that() -> None:
     with pytest.raises(RequestError, match="CUDA context"):
         run(body, devices=2, accelerator="cpu", strategy="ddp_fork")
     assert run(lambda ctx: ctx.all_gather(ctx.rank), devices=2, accelerator="cpu") == [0, 1]
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.second = torch.nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+
+@pytest.mark.parametrize("accelerator", ["cuda", "cpu"])
+def test_arguments_on_a_gpu_arrive_on_the_device_of_the_rank(accelerator: str) -> None:
+    """Tensors, views and tied weights; what comes back is on the CPU."""
+
+    def where(ctx: Context, data: torch.Tensor, view: torch.Tensor, net: Tied) -> Any:
+        view[0] = 7
+        assert data[2] == 7
+        assert net.first.weight is net.second.weight
+        found = {str(one.device) for one in (data, view, *net.parameters())}
+        return ctx.all_gather_object((str(ctx.device), found)), data, net
+
+    data = torch.zeros(5, device="cuda")
+    ranks = GPUS if accelerator == "cuda" else 2
+    devices, back, net = run(
+        where, data, data[2:], Tied().cuda(), devices=ranks, accelerator=accelerator,
+        start_method="forkserver",
+    )  # fmt: skip
+
+    assert len(devices) == ranks
+    for own, found in devices:
+        assert found == {own}
+    assert data.tolist() == [0] * 5
+    assert back.tolist() == [0, 0, 7, 0, 0]
+    assert back.device.type == "cpu"
+    assert {one.device.type for one in net.parameters()} == {"cuda"}  # it is the caller's own
