@@ -350,6 +350,36 @@ def test_a_hundred_calls_leave_nothing_growing(method: str) -> None:
         assert threads <= threads_before + 2
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_thousand_calls_leave_nothing_growing(method: str) -> None:
+    """Memory, descriptors, threads; of the caller and of the ranks."""
+
+    def own() -> tuple[float, int, int]:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages / 256, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    def work(ctx: Context, x: torch.Tensor, net: nn.Module) -> tuple[float, int, int]:
+        assert ctx.all_reduce(1) == 2
+        return own()
+
+    same, net = torch.ones(1 << 19), nn.Linear(100, 100)
+    with two(method) as kept:
+        for turn in range(1100):
+            kept.run(work, same if turn % 3 else torch.ones(1 << 19), net)
+            if turn == 99:
+                before = [own(), *kept.run(work, same, net, returns="all")]
+        after = [own(), *kept.run(work, same, net, returns="all")]
+
+    assert len(after) == 3
+    for (memory, files, threads), (memory_before, files_before, threads_before) in zip(
+        after, before, strict=True
+    ):
+        assert memory <= memory_before + 16, (before, after)
+        assert files <= files_before + 2
+        assert threads <= threads_before + 2
+
+
 # -- the process group -------------------------------------------------------------------------
 
 

@@ -378,3 +378,32 @@ def test_rank_0_does_not_wait_when_the_call_cannot_be_made(tmp_path: Path) -> No
     assert ended.code == 0, ended.text
     assert ended.lines("CAUGHT") == ["CAUGHT not now"]
     assert ended.lines("NEXT") == ["NEXT [0, 1]"]
+
+
+@pytest.mark.slow
+def test_what_processes_share_by_inheriting_it_is_refused(tmp_path: Path) -> None:
+    """Each rank would have a twin of its own otherwise, and nobody would hear of it."""
+    script = write(
+        tmp_path,
+        """
+        import multiprocessing
+        from distribute import RequestError, run
+
+        print("RUNS\\n", end="", flush=True)
+        queue = multiprocessing.Queue()
+        try:
+            run(lambda ctx, config: None, {"queue": queue}, devices=2, start_method="reexec")
+        except RequestError as error:
+            print("REFUSED", error.given, "|", error.advice)
+        queue.close()
+        """,
+    )
+
+    ended = run_python(script)
+
+    assert ended.code == 0, ended.text
+    assert ended.lines("REFUSED") == [
+        "REFUSED argument `config['queue']` | it is for processes that inherit it: use "
+        'start_method="fork"'
+    ]
+    assert ended.lines("RUNS") == ["RUNS"]
