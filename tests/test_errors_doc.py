@@ -33,6 +33,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from distribute import Context, current, distributed, memory, run, workers
+from distribute.launchers import forkserver
 from distribute.machine import Machine
 from distribute.plan import resolve
 from distribute.request import Request
@@ -995,6 +996,22 @@ def forked(ground: Ground) -> list[str]:
     _in_fork.append(lambda: time.sleep(600))
     assert run(lambda ctx: ctx.all_gather(ctx.rank), **FORK) == [0, 1]
     return [ground.written()]
+
+
+@producer
+def server_start(ground: Ground) -> list[str]:
+    forkserver.close()
+    hook = write(
+        ground.path, "import os; os.environ.get('END') and os._exit(7)", "sitecustomize.py"
+    )
+    ground.patch.setenv("PYTHONPATH", str(hook.parent))
+    ground.patch.setenv("END", "1")
+    ended = caught(lambda: run(len, "ab", devices=2, start_method="forkserver"))
+    ground.patch.delenv("END")
+    late = caught(lambda: run(len, "ab", rendezvous_timeout=0.01, **SERVER))
+    ground.patch.delenv("PYTHONPATH")
+    assert run(lambda ctx: ctx.all_gather(ctx.rank), **SERVER) == [0, 1]
+    return [shown(ended), shown(late)]
 
 
 @producer

@@ -7,15 +7,19 @@ process. It is replaced when a variable has changed that libraries read while th
 from __future__ import annotations
 
 import atexit
+import math
 import os
+import selectors
 import subprocess
 import sys
 import threading
+import time
 
 from distribute import ending, process
 from distribute.channel import Channel
 from distribute.crew import Berth, Crew, assemble, run_once
 from distribute.ending import Worker
+from distribute.errors import DistributeError, JoinTimeout, signal_name
 from distribute.outcome import Outcome
 from distribute.plan import Plan
 from distribute.process import ChildProcess
@@ -38,9 +42,21 @@ def run(plan: Plan, task: Task) -> list[Outcome]:
 
 
 def launch(plan: Plan) -> Crew:
-    """Makes workers by forks of the server."""
+    """Makes workers by forks of the server.
+
+    Raises:
+        DistributeError: The server does not start.
+    """
+    global _server
     with _lock:
-        _the_server().wait()  # seconds, the first time; an interruption may come here
+        server = _the_server()
+        try:
+            # Seconds, the first time; an interruption may come here.
+            server.wait(min(plan.rendezvous_timeout, plan.deadline or math.inf))
+        except DistributeError:
+            _server = None
+            server.close()
+            raise
     return assemble(plan, _fork)
 
 
@@ -96,15 +112,43 @@ class Server:
         theirs.close()
         self._serving = self.broken = False
 
-    def wait(self) -> None:
-        """Waits until the server has imported everything."""
-        if not self._serving:
+    def wait(self, seconds: float) -> None:
+        """Waits until the server has imported everything.
+
+        Args:
+            seconds: How long.
+
+        Raises:
+            DistributeError: It has ended, or needs longer. The next call starts another one.
+        """
+        if self._serving:
+            return
+        advice = 'what it wrote to stderr may say why; start_method="spawn" does without it'
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self.channel, selectors.EVENT_READ)
+                if not selector.select(seconds):
+                    raise JoinTimeout(
+                        f"the fork server did not start within {seconds:g} s (rendezvous_timeout "
+                        f"or deadline); {advice}"
+                    )
             self.channel.receive()
-            self._serving = True
+        except EOFError:
+            raise DistributeError(
+                f"the fork server {self._end()} while it started; {advice}"
+            ) from None
+        self._serving = True
+
+    def _end(self) -> str:
+        limit = time.monotonic() + 1.0
+        while (code := self.process.poll()) is None and time.monotonic() < limit:
+            time.sleep(0.01)
+        if code is None or code >= 0:
+            return f"ended with exit code {code}"
+        return f"was killed by {signal_name(-code)}"
 
     def fork(self, berth: Berth) -> ServedProcess:
-        """Has the server make a worker."""
-        self.wait()
+        """Has the server make a worker; it has started."""
         ours, theirs = os.pipe()
         os.set_blocking(ours, False)
         descriptors = [*berth.theirs.descriptors, theirs]
