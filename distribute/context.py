@@ -365,11 +365,17 @@ def running() -> Context | None:
     return _current.get(None)
 
 
-@contextmanager
-def entered(context: Context) -> Generator[None]:
-    """Makes a context the current one."""
-    token = _current.set(context)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+class entered:
+    """Makes a context the current one.
+
+    No generator: contextlib assigns to the user's exception, which may be a frozen dataclass.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._token = _current.set(self._context)
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)

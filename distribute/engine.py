@@ -151,12 +151,15 @@ def _attempt(
 ) -> list[Outcome] | BaseException:
     from distribute.failure import Failure
 
-    try:
-        with _standard_descriptors():
+    # What was raised is raised again outside these blocks: they would become part of its chain, and
+    # contextlib assigns to it, which a frozen dataclass refuses.
+    with _standard_descriptors():
+        try:
             return launch(chosen)
-    except Failure as failure:
-        # Raised outside this block, which would become part of its chain.
-        return failure.news()
+        except Failure as failure:
+            return failure.news()
+        except BaseException as error:
+            return error
 
 
 @contextmanager

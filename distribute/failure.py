@@ -44,7 +44,7 @@ class Failure(Exception):
 def carry(error: BaseException, outcomes: tuple[RankOutcome, ...]) -> None:
     """Puts the outcomes of the ranks on the error that the caller gets."""
     try:
-        error.outcomes = outcomes  # type: ignore[attr-defined]
+        object.__setattr__(error, "outcomes", outcomes)
     except Exception:
         pass  # a type that allows no more attributes
 

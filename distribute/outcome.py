@@ -129,6 +129,9 @@ class Outcome:
             return self.local
         try:
             changes, value = self.payload.load(self.parts)
+        except Exception as error:
+            note(error, f"raised while the value of rank {self.rank} was rebuilt in the caller")
+            raise
         finally:
             self.payload.close()
         if changes:
@@ -169,7 +172,7 @@ class Outcome:
                 self.payload.close()
         if error is None:
             error = WorkerError(self.rank, raised.type_name, raised.text, told, reason)
-        _farthest(error).__cause__ = RemoteTraceback(told)
+        _link(_farthest(error), "__cause__", RemoteTraceback(told))
         return error
 
 
@@ -341,12 +344,17 @@ def _stand_in(error: BaseException) -> BaseException:
 
 def _arrive(links: list[_Link]) -> BaseException:
     for error, cause, context, suppress, notes in links:
-        error.__cause__ = cause
-        error.__context__ = context
-        error.__suppress_context__ = suppress
+        _link(error, "__cause__", cause)
+        _link(error, "__context__", context)
+        _link(error, "__suppress_context__", suppress)
         if notes and not _notes(error):
-            error.__notes__ = notes
+            object.__setattr__(error, "__notes__", notes)
     return links[0][0]
+
+
+def _link(error: BaseException, name: str, value: object) -> None:
+    # Past the exception's own `__setattr__`: it may be a frozen dataclass.
+    vars(BaseException)[name].__set__(error, value)
 
 
 def _notes(error: BaseException) -> list[str]:
@@ -356,10 +364,10 @@ def _notes(error: BaseException) -> list[str]:
 
 def note(error: BaseException, text: str) -> None:
     """Adds a note, where the exception allows it."""
-    try:
-        BaseException.add_note(error, text)
-    except Exception:
-        pass  # it is immutable, or keeps something else in that place
+    notes = _held(error, "__notes__", [])
+    if isinstance(notes, list):
+        # Not by `add_note`: the exception may be a frozen dataclass.
+        object.__setattr__(error, "__notes__", [*cast("list[object]", notes), text])
 
 
 def _held(error: BaseException, name: str, default: Any) -> Any:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from distribute import outcome
+from distribute import Context, outcome, run
 from distribute.errors import RemoteTraceback, WorkerDied, WorkerError
 from distribute.outcome import Outcome, home
 from distribute.tree import map_leaves
@@ -505,3 +505,49 @@ def test_parameters_stay_parameters():
     for found in (home(value), returned(value)):
         assert type(found[0]) is nn.Parameter
         assert found[0].requires_grad
+
+
+# -- exceptions that allow nothing ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+def raise_frozen(ctx: Context) -> None:
+    ctx.barrier()
+    raise Frozen(3)
+
+
+def test_a_frozen_exception_is_raised_as_itself_where_the_function_runs_in_the_caller() -> None:
+    with pytest.raises(Frozen) as caught:
+        run(raise_frozen, devices=1)
+
+    assert caught.value.code == 3
+    assert [one.kind for one in caught.value.outcomes] == ["raised"]  # type: ignore[attr-defined]
+
+
+def test_a_frozen_exception_of_another_process_is_told() -> None:
+    with pytest.raises(WorkerError) as caught:
+        run(raise_frozen, devices=2, start_method="fork")
+
+    assert caught.value.type_name.endswith("Frozen")
+    assert "cannot be rebuilt here: FrozenInstanceError" in str(caught.value)
+
+
+class OneWay:
+    """Can be pickled, and not rebuilt."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_a_value_that_cannot_be_rebuilt_names_its_rank() -> None:
+    def body(ctx: Context) -> object:
+        return OneWay() if ctx.rank else ctx.world_size
+
+    with pytest.raises(ValueError, match="no number") as caught:
+        run(body, devices=2, start_method="fork", returns="all")
+
+    assert caught.value.__notes__ == ["raised while the value of rank 1 was rebuilt in the caller"]
