@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar,
 
 import wrapt
 
-from distribute import engine, payload
+from distribute import engine, reference
 from distribute.errors import RequestError
 from distribute.plan import Plan
 from distribute.request import Request
@@ -91,7 +91,7 @@ else:
 
         def __reduce_ex__(self, protocol):
             if self._self_instance is None:  # a static method, or reached through its class
-                return payload.imported, (self.__module__, self.__qualname__)
+                return reference.imported, (self.__module__, self.__qualname__)
             return getattr, (self._self_instance, self.__name__)
 
     class Distributed(_Calling, wrapt.FunctionWrapper):
@@ -109,8 +109,8 @@ else:
         def __reduce_ex__(self, protocol):
             function = self.__wrapped__
             module, name = function.__module__, function.__qualname__
-            if payload.importable(module) and payload.lookup(module, name) is self:
-                return payload.imported, (module, name)
+            if reference.importable(module) and reference.lookup(module, name) is self:
+                return reference.imported, (module, name)
             return Distributed, (function, self._self_request)
 
     def _not_called(wrapped, instance, args, kwargs):

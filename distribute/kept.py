@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, overloa
 from distribute import engine
 from distribute.decorated import inside
 from distribute.errors import RequestError
-from distribute.payload import main_classes
 from distribute.plan import Plan
+from distribute.reference import main_classes
 from distribute.request import Request, one_of
 from distribute.sent import Sent
 from distribute.task import Task, packed

@@ -8,8 +8,6 @@ that N ranks share one physical copy until they write.
 from __future__ import annotations
 
 import ctypes
-import importlib
-import importlib.machinery
 import io
 import marshal
 import pickle
@@ -24,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import cloudpickle
 
-from distribute import cells, devices, memory, stateful
+from distribute import cells, devices, memory, reference, stateful
 from distribute.errors import RequestError
 from distribute.sent import Sent
 
@@ -226,7 +224,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             reduced = self._reduce_torch(obj)
         if reduced is not NotImplemented:
             return reduced
-        with _by_value(obj):
+        with reference.by_value(obj):
             return cast("Any", super()).reducer_override(obj)
 
     def _reduce_code(self, obj: Any) -> Any:
@@ -237,7 +235,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if self._in_shared_main(obj):
                 return obj.__qualname__
         elif isinstance(obj, types.FunctionType):
-            return _decorated_reference(obj)
+            return reference.decorated_reference(obj)
         elif isinstance(obj, types.CodeType):
             # cloudpickle leaves out the file's name, which tracebacks need to show the line.
             lines = cells.source(obj)
@@ -251,7 +249,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return False
         if self._main_names is not None and cls.__qualname__ not in self._main_names:
             return False
-        return lookup("__main__", cls.__qualname__) is cls
+        return reference.lookup("__main__", cls.__qualname__) is cls
 
     def _reduce_torch(self, obj: Any) -> Any:
         import torch
@@ -333,111 +331,3 @@ def _typed_storage(untyped: Any, dtype: torch.dtype) -> Any:
     return torch.TypedStorage(  # type: ignore[no-untyped-call]
         wrap_storage=untyped, dtype=dtype, _internal=True
     )
-
-
-def lookup(module_name: str, qualname: str) -> Any:
-    """Returns the object at a qualified name of a loaded module, or None."""
-    found: Any = sys.modules.get(module_name)
-    for part in qualname.split("."):
-        found = getattr(found, part, None)
-        if found is None:
-            return None
-    return found
-
-
-def main_classes() -> dict[str, type]:
-    """Returns the classes that `__main__` defines, those inside others too, by qualified name."""
-    found: dict[str, type] = {}
-    waiting: list[object] = list(vars(sys.modules["__main__"]).values())
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, type) and one.__module__ == "__main__":
-            name = one.__qualname__
-            if name not in found and lookup("__main__", name) is one:
-                found[name] = one
-                waiting += vars(one).values()
-    return found
-
-
-def imported(module_name: str, qualname: str) -> Any:
-    """Returns the object at a qualified name of a module, which is imported for it."""
-    importlib.import_module(module_name)
-    return lookup(module_name, qualname)
-
-
-def undecorated(module_name: str, qualname: str) -> Any:
-    """Returns the function inside a decorated function."""
-    return imported(module_name, qualname).__wrapped__
-
-
-def _decorated_reference(function: types.FunctionType) -> Any:
-    # The name of a decorated function leads to its decorator, so that pickle would not find the
-    # function there; with its globals by value it would lose the identity of its module.
-    found = lookup(function.__module__, function.__qualname__)
-    inside = getattr(found, "__wrapped__", None)
-    if inside is function and importable(function.__module__):
-        return undecorated, (function.__module__, function.__qualname__)
-    return NotImplemented
-
-
-def importable(module_name: str | None) -> bool:
-    """Tells whether a fresh interpreter with this search path would import the same module."""
-    if module_name is None or module_name == "__main__":
-        return False
-    module = sys.modules.get(module_name)
-    if module is None:
-        return False
-    spec = getattr(module, "__spec__", None)
-    origin = getattr(spec, "origin", None)
-    if spec is None or origin in ("built-in", "frozen"):
-        return True  # pickle's own rule is right for them
-    if module_name.partition(".")[0] in _STDLIB:
-        return True
-    path: Sequence[str] | None = None
-    parent, _, _ = module_name.rpartition(".")
-    if parent:
-        if not importable(parent):
-            return False
-        path = cast("Sequence[str] | None", getattr(sys.modules.get(parent), "__path__", None))
-    try:
-        found = _find_spec(module_name, path)
-    except (ImportError, ValueError):
-        return False
-    if found is None or found.origin != origin:
-        return False
-    # A package without a file is its directories.
-    here: set[str] = set(getattr(module, "__path__", ()))
-    return origin is not None or here <= set(found.submodule_search_locations or ())
-
-
-def _find_spec(name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
-    # Not importlib.util.find_spec: that answers with what is loaded here already.
-    for finder in sys.meta_path:
-        find = getattr(finder, "find_spec", None)  # hooks of the old kind have none
-        found = None if find is None else find(name, path)
-        if found is not None:
-            return cast("importlib.machinery.ModuleSpec", found)
-    return None
-
-
-_STDLIB = frozenset(sys.stdlib_module_names) | {"torch", "distribute", "cloudpickle", "numpy"}
-
-
-class _by_value:
-    """Lets cloudpickle send a function or class by value when its module cannot be imported."""
-
-    def __init__(self, obj: object) -> None:
-        self._module: types.ModuleType | None = None
-        if isinstance(obj, type | types.FunctionType) and not importable(obj.__module__):
-            module = sys.modules.get(obj.__module__)
-            known = obj.__module__ in cloudpickle.list_registry_pickle_by_value()
-            if module is not None and obj.__module__ != "__main__" and not known:
-                self._module = module
-
-    def __enter__(self) -> None:
-        if self._module is not None:
-            cloudpickle.register_pickle_by_value(self._module)
-
-    def __exit__(self, *_: object) -> None:
-        if self._module is not None:
-            cloudpickle.unregister_pickle_by_value(self._module)

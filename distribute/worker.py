@@ -43,9 +43,9 @@ from distribute.messages import (
     Stop,
 )
 from distribute.outcome import Outcome
-from distribute.payload import main_classes
 from distribute.place import Place, marked
 from distribute.record import Record
+from distribute.reference import main_classes
 from distribute.rendezvous import Rendezvous
 from distribute.snapshot import untouched
 from distribute.state import Held

@@ -41,7 +41,7 @@ record output
 consumer
 sent
 ambient cgroup command devices environment interrupt memory openmp process rendezvous stateful threads tree world
-cells culprit errors hosting lifeline notice
+cells culprit errors hosting lifeline notice reference
 launchers.__init__
 """  # noqa: E501
 RANK = {name: -row for row, line in enumerate(LAYERS.split("\n")) for name in line.split()}

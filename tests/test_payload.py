@@ -24,7 +24,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distribute.payload import INLINE_BYTES, Payload, importable, pack
+from distribute.payload import INLINE_BYTES, Payload, pack
+from distribute.reference import importable
 from distribute.world import World
 from tests.ranks import on_ranks
 
