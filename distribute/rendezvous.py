@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+from distribute import threads
+
 LOOPBACK = "127.0.0.1"
+_GLOO_THREADS = "pt_gloo_runloop"
 
 # Long enough for the threads of a failed gloo group to have nothing left to do. The destructor
 # joins them while it holds the interpreter's lock, which a busy one would need: for ever.
@@ -130,6 +133,9 @@ def leave(*, failed: bool) -> None:
         dist.destroy_process_group()
     if failed and _held:
         time.sleep(_IDLE_SECONDS)
+    if _held:
+        # Models may hold the group, and with it its threads, for as long as the process lives.
+        threads.rest(_GLOO_THREADS)
     _held.clear()
 
 

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 # with it by the next.
 _LOOK_SECONDS = 0.01
 _LOOKS = 5
+# How long a thread may be busy with what is left of an operation.
+_REST_SECONDS = 1.0
 # What waking up from a wait may take.
 _IDLE_NANOSECONDS = 300_000
 
@@ -36,6 +38,23 @@ def at_work() -> str:
     return found
 
 
+def rest(name: str) -> None:
+    """Waits until the threads of a name wait for something to do, the interpreter's lock aside.
+
+    A library's thread that comes to Python's end while it wants that lock is ended within C++ code
+    that allows no such thing, and the process aborts. It wants it to let go of a Python object, in
+    the moment after the last operation; here it gets it.
+    """
+    before: dict[int, tuple[int, bool]] | None = None
+    limit = time.monotonic() + _REST_SECONDS
+    while time.monotonic() < limit:
+        now = dict(_running(name))
+        if now == before or not now:
+            return
+        before = None if any(runs for _, runs in now.values()) else now
+        time.sleep(0.002)
+
+
 def _seen() -> str:
     before = dict(_running())
     time.sleep(_LOOK_SECONDS)
@@ -46,8 +65,12 @@ def _seen() -> str:
     return ""
 
 
-def _running() -> Iterator[tuple[int, tuple[int, bool]]]:
-    """Yields other threads: nanoseconds on a core so far, and whether it is on one now."""
+def _running(name: str = "") -> Iterator[tuple[int, tuple[int, bool]]]:
+    """Yields other threads: nanoseconds on a core so far, and whether it is on one now.
+
+    Args:
+        name: How the system's name of the thread begins.
+    """
     own = threading.get_native_id()
     try:
         ids = [int(name) for name in os.listdir("/proc/self/task")]
@@ -58,12 +81,14 @@ def _running() -> Iterator[tuple[int, tuple[int, bool]]]:
             continue
         try:
             with open(f"/proc/self/task/{thread}/stat", "rb") as stat:
-                state = stat.read().rpartition(b") ")[2][:1]
+                told, _, state = stat.read().rpartition(b") ")
+            if not told.partition(b"(")[2].startswith(name.encode()):
+                continue
             with open(f"/proc/self/task/{thread}/schedstat", "rb") as times:
                 ran = int(times.read().split()[0])
         except (OSError, IndexError, ValueError):
             continue  # it has ended meanwhile
-        yield thread, (ran, state == b"R")
+        yield thread, (ran, state[:1] == b"R")
 
 
 def _named(thread: int) -> str:

@@ -40,8 +40,8 @@ display machine request place payload home
 record output
 consumer
 sent
-ambient cgroup command devices environment interrupt memory openmp process rendezvous stateful threads tree world
-cells culprit errors hosting lifeline notice reference
+ambient cgroup command devices environment interrupt memory openmp process rendezvous stateful tree world
+cells culprit errors hosting lifeline notice reference threads
 launchers.__init__
 """  # noqa: E501
 RANK = {name: -row for row, line in enumerate(LAYERS.split("\n")) for name in line.split()}
