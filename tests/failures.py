@@ -43,6 +43,7 @@ from distribute import (
     DeadlineExceeded,
     Options,
     RankOutcome,
+    RequestError,
     WorkerDied,
     WorkerError,
     run,
@@ -322,7 +323,7 @@ PROMISED = {
     "SIGKILL": Promise(WorkerDied, "killed", signal=signal.SIGKILL),
     "SIGSEGV": Promise(WorkerDied, "killed", signal=signal.SIGSEGV),
     "KeyboardInterrupt": Promise(KeyboardInterrupt, "raised"),
-    "unsendable-value": Promise(TypeError, "raised"),
+    "unsendable-value": Promise(RequestError, "raised"),
     "unsendable-error": Promise(WorkerError, "raised"),
     "early-death": Promise(WorkerDied, "exited", exit_code=EARLY_CODE),
     "ImportError": Promise(ModuleNotFoundError, "raised"),
@@ -563,7 +564,7 @@ WAYS: tuple[tuple[str, type[BaseException]], ...] = (
     ("raise", BadSample),
     ("SIGKILL", WorkerDied),
     ("os._exit(7)", WorkerDied),
-    ("unsendable-value", TypeError),
+    ("unsendable-value", RequestError),
     ("SystemExit(3)", WorkerDied),
 )
 

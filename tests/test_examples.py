@@ -129,7 +129,9 @@ def test_training_is_resumed_after_a_rank_was_lost(
     whole = run_example("resume.py", "--keep")
 
     assert "after 1 restart(s)" in lost.out
-    assert lost.lines("loss")[0] == whole.lines("loss")[0].replace(" 0 re", " 1 re")
+    # Under torchrun both processes print it, perhaps on one line.
+    expected = whole.lines("loss")[0].replace(" 0 re", " 1 re")
+    assert lost.out.count(expected) == (2 if launcher else 1)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

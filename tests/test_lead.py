@@ -227,7 +227,7 @@ def test_a_value_comes_back_after_failures() -> None:
     try:
         for _ in range(3):
             outcomes = world.call(plan, task, lambda ready: None)
-            assert [one.value() for one in outcomes] == [[0, 1], [0, 1]]
+            assert [one.value() for one in outcomes] == [[0, 1], None]  # rank 1's is not asked for
     finally:
         world.close()
 

@@ -67,7 +67,7 @@ def test_arguments_are_those_of_the_launcher(tmp_path: Path) -> None:
     assert ended.code == 0, ended.text
     assert ended.lines("GOT") == ["GOT 2 True True"]
     # The lock cannot be sent: the worker uses its own, and a warning names it.
-    assert "argument 2 (lock) cannot be sent to the other ranks" in ended.err
+    assert "argument `lock`: a thread lock (_thread.lock) cannot be sent" in ended.err
 
 
 def test_later_calls_get_functions_and_globals_of_this_moment(tmp_path: Path) -> None:
