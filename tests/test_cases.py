@@ -14,6 +14,9 @@ import pytest
 
 from tests.scripts import BIN, run_program, run_python, tagged, write
 
+# Programs of their own, at seconds each: run by `make slow`.
+pytestmark = pytest.mark.slow
+
 STRATEGIES = ["ddp", "ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.slow)]
 
 

@@ -12,6 +12,9 @@ import pytest
 
 from tests.scripts import ROOT, run_program, run_python, write
 
+# Programs of their own, at seconds each: run by `make slow`.
+pytestmark = pytest.mark.slow
+
 STRATEGIES = ["ddp", "ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.slow)]
 
 

@@ -18,6 +18,7 @@ OTHER_METHODS = [pytest.param("fork", marks=pytest.mark.slow), *SLOW_METHODS]
 OTHERS = [pytest.param(one, 2, marks=pytest.mark.slow) for one in ("fork", "forkserver", "spawn")]
 
 
+@pytest.mark.slow
 def test_c10_every_rank_trains_the_trial_that_the_launcher_drew(tmp_path: Path) -> None:
     """Each process draws hyper-parameters of its own, and ranks train different networks."""
     script = write(
@@ -53,6 +54,7 @@ def test_c10_every_rank_trains_the_trial_that_the_launcher_drew(tmp_path: Path) 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("method", "devices"), [("auto", 1), ("auto", 2), *OTHERS])
 def test_c25_the_callers_model_is_the_trained_one(
@@ -94,6 +96,7 @@ def test_c25_the_callers_model_is_the_trained_one(
     assert ended.lines("CALLER") == ["CALLER True"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("method", ["reexec", *OTHER_METHODS])
 def test_c43_equal_weights_and_different_noise_on_all_ranks(tmp_path: Path, method: str) -> None:

@@ -111,6 +111,7 @@ def test_every_message_has_a_producer_and_every_producer_a_message() -> None:
     assert others - {f"{one.kind} {name}" for name, one in BLOCKS.items()} == {"python hang"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(BLOCKS))
 def test_the_library_says_what_the_page_shows(
     name: str,

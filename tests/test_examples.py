@@ -95,6 +95,7 @@ def test_every_rank_says_hello() -> None:
     assert len({process for _, process in lines}) == 3
 
 
+@pytest.mark.slow
 def test_the_text_generator_learns_and_writes() -> None:
     """Its loss falls within a few steps, and a sample stands beside what the ranks said."""
     ended = run_example("textgen.py", "--steps", "25")
@@ -105,6 +106,7 @@ def test_the_text_generator_learns_and_writes() -> None:
     assert len(sample) > 380
 
 
+@pytest.mark.slow
 def test_the_sweep_trains_again_with_the_best() -> None:
     """Worlds of two and of one follow each other in one script."""
     ended = run_example("sweep.py", "--steps", "10", "--lr", "0.0", "0.03")
@@ -119,6 +121,7 @@ def test_the_sweep_trains_again_with_the_best() -> None:
     assert float(error) < best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [(), (*TORCHRUN, "--max-restarts", "2")], ids=["", "torchrun"])
 def test_training_is_resumed_after_a_rank_was_lost(
     launcher: tuple[str, ...], tmp_path: Path

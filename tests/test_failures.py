@@ -39,6 +39,7 @@ def test_every_failure_is_told_with_its_rank_and_leaves_nothing(
     take(tmp_path, method, timeout=280)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

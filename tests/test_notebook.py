@@ -554,6 +554,7 @@ def test_the_stop_button_is_one_keyboard_interrupt(
     assert notebook.value(run) == "2"
 
 
+@pytest.mark.slow
 def test_nothing_outlives_the_kernel(tmp_path: Path) -> None:
     """A restart while a call runs ends its ranks; so does SIGKILL to the kernel."""
     with Notebook(tmp_path) as notebook:
@@ -664,6 +665,7 @@ def test_the_example_is_what_its_source_says() -> None:
     assert EXAMPLE.read_text() == build()
 
 
+@pytest.mark.slow
 def test_the_example_runs(tmp_path: Path) -> None:
     """Two ranks train, with a bar, a figure, an error on purpose, and workers that stay."""
     script = write(tmp_path, EXECUTE)

@@ -90,6 +90,7 @@ def _beyond(tag: str, spared: set[str]) -> list[int]:
     return left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
 def test_nothing_outlives_the_launcher(tmp_path: Path, method: str, number: int) -> None:

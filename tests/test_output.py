@@ -1064,6 +1064,7 @@ def test_a_world_of_one_prints_as_ever(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", ["main", "none", "logs/"])
 def test_rank_0_of_a_terminal_is_shown_there_only_if_it_is_to_be(tmp_path: Path, output: str):
     source = IN_TURNS.replace("(devices", f"(strategy='ddp_fork', output={output!r}, devices")

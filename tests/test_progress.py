@@ -288,6 +288,7 @@ def test_a_rank_whose_output_goes_to_a_file_writes_lines(tmp_path: Path) -> None
     assert (tmp_path / "rank-1.log").read_text() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [*METHODS, "inline"])
 def test_a_terminal_gets_the_bar_of_tqdm(tmp_path: Path, method: str) -> None:
     """On rank 0, in the terminal's width, of which tqdm leaves one column free."""

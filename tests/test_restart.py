@@ -156,6 +156,7 @@ def test_the_number_is_checked(value: Any) -> None:
         run(lambda ctx: None, devices=2, max_restarts=value)
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_its_own_ranks(tmp_path: Path) -> None:
     """The option is an assertion there about the agent's own; the count is the agent's."""
     script = write(

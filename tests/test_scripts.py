@@ -736,6 +736,7 @@ ABOVE = """
     """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "shown"), [("", []), ("1", ["[1] ABOVE", "[1] FIRST"])])
 def test_what_workers_print_above_the_call(tmp_path: Path, value: str, shown: list[str]) -> None:
     """It is not shown, unless a variable asks for it."""

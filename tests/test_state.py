@@ -1129,6 +1129,7 @@ SCRIPT = """
     """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["keep", "leave"])
 def test_a_script_that_is_run_again(keep: str, tmp_path: Path) -> None:
     ended = run_python(write(tmp_path, SCRIPT), keep, "2")

@@ -248,6 +248,7 @@ def test_every_error_carries_the_outcomes_of_all_ranks() -> None:
         assert 'raise KeyError("x")' in found[-1].traceback
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 def test_a_handler_that_ends_the_program_ends_it(tmp_path: Path, strategy: str) -> None:
     """As containers are told to stop: the call does not return as if it had come to its end."""
