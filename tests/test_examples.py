@@ -67,7 +67,7 @@ def test_one_process_learns_the_digits(alone: Any) -> None:
         pytest.param((), "ddp_fork", id="fork"),
         pytest.param((), "ddp_forkserver", id="forkserver", marks=pytest.mark.slow),
         pytest.param((), "ddp_spawn", id="spawn", marks=pytest.mark.slow),
-        pytest.param(TORCHRUN, "ddp", id="torchrun"),
+        pytest.param(TORCHRUN, "ddp", id="torchrun", marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_learn_the_same_as_one(

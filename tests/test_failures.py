@@ -28,7 +28,7 @@ def take(folder: Path, method: str, *names: str, timeout: float) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_every_failure_is_told_with_its_rank_and_leaves_nothing(
     method: str, tmp_path: Path
 ) -> None:
@@ -39,7 +39,6 @@ def test_every_failure_is_told_with_its_rank_and_leaves_nothing(
     take(tmp_path, method, timeout=280)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
