@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
-from distribute.asked import Asked
+from distribute.asked import Asked, check_state
+from distribute.indices import UNKNOWN
 from distribute.loading import Loading, prepare
-from distribute.randomness import Announced, Announcement, LoaderKey, RandomStream, WorkerStart
+from distribute.randomness import Announced, LoaderKey, RandomStream, WorkerStart, drive_guarded
 from distribute.transfer import move
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Dataset
 
+    from distribute.indices import Step
     from distribute.sharding import Uneven
     from distribute.world import World
 
 B = TypeVar("B", covariant=True)
+
+# Of what `state_dict` returns.
+_VERSION = 1
 
 
 class Indexed(Protocol):
@@ -55,35 +61,96 @@ class ShardedLoader(Generic[B]):
         self.batch_size = loading.loader.batch_size
         self.epoch = 0
         self._following = 0
+        self._start: Any = None  # where in it the following epoch begins
+        self._running = False  # whether the iteration begun last has not come to its end
+        self._place: Any = None  # what it has delivered
         self._iterations = 0
         self._weight = 1.0
         self._device = world.device if to_device else None
         self._on_first_batch = on_first_batch
         self._feed = loading.feed
         self._key = loading.key
-        self._reads_shared = loading.reads_shared
+        self._of_stream = loading.of_stream
         self._user_generator: torch.Generator | None = loading.loader.generator
-        self._start, self._announced = _listening(loading)
+        self._generators = loading.generators
+        self._states: list[torch.Tensor] = []  # of these, where the iteration begun last began
+        self._worker_start, self._announced = _listening(loading)
 
     def __len__(self) -> int:
-        """Returns the number of batches; TypeError for a stream that doesn't know its length."""
-        return len(self._feed)
+        """Returns the number of batches; TypeError for a stream that doesn't know its length.
+
+        Of an epoch that is resumed in the middle, it is the number of those that are left.
+        """
+        return self._feed.length(self._key.start if self._running else self._start)
 
     def __iter__(self) -> Iterator[B]:
         """Begins an epoch: the one after the last, or the one that was set."""
         if self._on_first_batch is not None:
             call, self._on_first_batch = self._on_first_batch, None
             call()
-        self.epoch = self._feed.epoch(self._following)
-        self._following = self.epoch + 1
-        key = replace(self._key, epoch=self.epoch, drawn=self._draw())
+        self.set_epoch(self._feed.epoch(self._following))
+        self._states = [one.get_state() for one in self._generators]
+        key = replace(self._key, epoch=self.epoch, start=self._start, drawn=self._draw())
+        self._key, self._place, self._running = key, self._start, True
+        self._following, self._start = self.epoch + 1, None
+        self._iterations += 1
         self._feed.begin(key)
         self._tell_workers(key)
-        return self._deliver(self._feed.steps(self._read(key)))
+        return self._deliver(self._feed.steps(self._read(key)), self._iterations)
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration; each one after it is one further."""
+        if epoch != self._following:
+            self._start = None
         self.epoch = self._following = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns where the loader stands: what the loop has taken, not what was fetched ahead.
+
+        It is the same on every rank and makes no collective, so that rank 0 can save it. A loader
+        of any number of ranks, batch size and number of workers goes on from it.
+
+        Raises:
+            RuntimeError: Where the place in the epoch is not known: in the middle of a stream that
+                shards itself, and with `in_order=False`.
+        """
+        self._check_in_order("the place in an epoch")
+        place = self._place if self._running else self._start
+        if place is UNKNOWN:
+            raise RuntimeError(
+                "the place in a stream that shards itself (sharded=True) is known to its dataset "
+                "only; save it there, or save the loader between two epochs"
+            )
+        states = self._states if self._running else [one.get_state() for one in self._generators]
+        return {
+            "version": _VERSION,
+            "seed": self._key.seed,
+            "ordinal": self._key.ordinal,
+            "epoch": self.epoch if self._running else self._following,
+            "place": copy.deepcopy(place),
+            "kind": self._feed.kind,
+            "total": self._feed.total(),
+            "generators": states,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Has the next iteration go on where another loader, or this one, stood.
+
+        The order is that of the loader which gave the state, whatever this one's seed is.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            RequestError: The state is not one of a loader, or in the middle of an epoch of other
+                data.
+        """
+        check_state(state, _VERSION, self._feed.kind, self._feed.total(), len(self._generators))
+        self._key = replace(self._key, seed=state["seed"], ordinal=state["ordinal"])
+        self.epoch = self._following = state["epoch"]
+        self._start, self._running = copy.deepcopy(state["place"]), False
+        for generator, kept in zip(self._generators, state["generators"], strict=True):
+            generator.set_state(kept)
 
     @property
     def weight(self) -> float:
@@ -92,11 +159,12 @@ class ShardedLoader(Generic[B]):
         With `(loss * loader.weight).backward()` the mean of the ranks' gradients, which is what
         DDP takes, is that of the mean loss over all samples of the step.
         """
-        if not getattr(self.loader, "in_order", True):
-            raise RuntimeError(
-                "the weight of a batch is not known with in_order=False; leave out in_order"
-            )
+        self._check_in_order("the weight of a batch")
         return self._weight
+
+    def _check_in_order(self, wanted: str) -> None:
+        if not getattr(self.loader, "in_order", True):
+            raise RuntimeError(f"{wanted} is not known with in_order=False; leave out in_order")
 
     def _draw(self) -> int:
         # As torch's DataLoader does, so that a RandomSampler on the same generator draws the same.
@@ -107,21 +175,26 @@ class ShardedLoader(Generic[B]):
     def _tell_workers(self, key: LoaderKey) -> None:
         # Otherwise torch draws from the global generator, which is the model's.
         self.loader.generator = torch.Generator().manual_seed(key.base() % 2**63)
-        self._start.key = key
-        if self._announced is not None and self._iterations:
-            self._announced.announcement = Announcement(self._iterations, key)
-        self._iterations += 1
+        self._worker_start.key = key
+        if self._announced is not None:
+            self._announced.key = key
 
     def _read(self, key: LoaderKey) -> Iterator[Any]:
         """Returns torch's iterator, under a random stream if it reads in this process."""
-        stream = RandomStream(key.shared("stream") if self._reads_shared else key.own(0))
+        stream = RandomStream(key.shared("stream") if self._of_stream else key.worker(0))
         with stream.active():
-            batches = iter(self.loader)
-        return batches if self.loader.num_workers else stream.drive(batches)
+            batches: Iterator[Any] = iter(self.loader)
+        if self.loader.num_workers:
+            return batches
+        return stream.drive(batches) if self._of_stream else drive_guarded(batches)
 
-    def _deliver(self, steps: Iterator[tuple[B, float]]) -> Iterator[B]:
-        for batch, self._weight in steps:
+    def _deliver(self, steps: Iterator[Step], iteration: int) -> Iterator[B]:
+        for batch, self._weight, place in steps:
+            if iteration == self._iterations:  # no other one has begun since
+                self._place = place
             yield batch if self._device is None else move(batch, self._device)
+        if iteration == self._iterations:
+            self._running = False
 
 
 def dataloader(
@@ -206,9 +279,9 @@ def _listening(loading: Loading) -> tuple[WorkerStart, Announced | None]:
     start = WorkerStart(loading.key, loader.worker_init_fn)
     if loader.num_workers:
         loader.worker_init_fn = start
-    if not loader.persistent_workers:
+    if not (loading.of_stream and loader.persistent_workers):
         return start, None
     place = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    announced = Announced(getattr(loader, place))
+    announced = Announced(getattr(loader, place), loading.key)
     loader.__dict__[place] = announced  # past __setattr__, as in loading
     return start, announced

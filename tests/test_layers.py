@@ -28,7 +28,8 @@ failure
 context
 model data
 loading
-asked indices iterables progress transfer
+asked iterables progress transfer
+indices
 collectives randomness
 sharding
 ending deadline meeting outcome link

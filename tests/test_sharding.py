@@ -31,7 +31,7 @@ def of_all(
 
 def in_turn(ranks: list[list[Batch[int]]]) -> list[int]:
     """The order in which all ranks together read: step by step, rank by rank."""
-    steps = zip_longest(*ranks, fillvalue=Batch([], 0.0))
+    steps = zip_longest(*ranks, fillvalue=Batch([], 0, 0, 0.0))
     return [item for step in steps for batch in step for item in batch.items]
 
 
@@ -110,7 +110,7 @@ def test_weighted_rank_means_average_to_the_mean_over_the_samples(
     order = [7 * position % 31 for position in range(total)]
     ranks = [list(s.batches(order)) for s in splits(world_size, global_batch, uneven)]
 
-    for step in zip_longest(*ranks, fillvalue=Batch([], 0.0)):
+    for step in zip_longest(*ranks, fillvalue=Batch([], 0, 0, 0.0)):
         samples = [item for batch in step for item in batch.items]
         weighted = [
             batch.weight * sum(batch.items) / len(batch.items) for batch in step if batch.items
