@@ -116,11 +116,15 @@ def _words(seed: int) -> list[int]:
 
 
 def _seeded(seed: int) -> _States:
-    numpy = sys.modules.get("numpy")
+    """Returns the states that `seed_generators` sets."""
+    numpy, generator = sys.modules.get("numpy"), None
+    if numpy is not None:
+        generator = numpy.random.MT19937(0)
+        generator.state = numpy.random.RandomState(_words(seed)).get_state(legacy=False)
     return _States(
         torch.Generator().manual_seed(seed % 2**63).get_state(),
         random.Random(seed).getstate(),
-        None if numpy is None else numpy.random.MT19937(_words(seed)),
+        generator,
         None,
     )
 

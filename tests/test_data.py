@@ -543,6 +543,11 @@ class Buckets(Sampler[list[int]]):
         return len(self.batches)
 
 
+class ShuffledBuckets(Buckets):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(random.sample(self.batches, len(self.batches)))
+
+
 FIVE = [[0, 1, 2], [3], [4, 5], [6, 7], [8]]
 
 
