@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from distribute import collectives, data, record
 from distribute import model as models
+from distribute.alike import Alike
 from distribute.ambient import Fold
 from distribute.changes import follow
 from distribute.display import PLAIN, Display
@@ -48,6 +49,7 @@ class Context:
         self._display = display
         self._fold = Fold(world.rank)
         self._loaders = 0
+        self._alike = Alike(world)
         self._optimizers: Sequence[Optimizer] = ()
 
     def __repr__(self) -> str:
@@ -169,7 +171,12 @@ class Context:
         ordinal = self._loaders
         self._loaders += 1
         return data.dataloader(
-            self._world, dataset, ordinal=ordinal, on_first_batch=self._fold, **options
+            self._world,
+            dataset,
+            ordinal=ordinal,
+            on_first_batch=self._fold,
+            alike=self._alike,
+            **options,
         )
 
     # -- collectives ---------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import torch
 
 from distribute.asked import Asked, check_state
-from distribute.indices import UNKNOWN
+from distribute.indices import UNKNOWN, indices_digest
 from distribute.loading import Loading, prepare
 from distribute.randomness import Announced, LoaderKey, RandomStream, WorkerStart, drive_guarded
 from distribute.transfer import move
@@ -18,6 +18,7 @@ from distribute.transfer import move
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Dataset
 
+    from distribute.alike import Alike
     from distribute.indices import Step
     from distribute.sharding import Uneven
     from distribute.world import World
@@ -55,6 +56,7 @@ class ShardedLoader(Generic[B]):
         *,
         to_device: bool,
         on_first_batch: Callable[[], None] | None,
+        alike: Alike | None,
     ) -> None:
         self.loader = loading.loader
         self.dataset = loading.dataset
@@ -68,6 +70,9 @@ class ShardedLoader(Generic[B]):
         self._weight = 1.0
         self._device = world.device if to_device else None
         self._on_first_batch = on_first_batch
+        self._alike = alike
+        self._ordinal = loading.key.ordinal  # in this call; the key's is that of a loaded state
+        self._epochs = world.epochs
         self._feed = loading.feed
         self._key = loading.key
         self._of_stream = loading.of_stream
@@ -75,6 +80,7 @@ class ShardedLoader(Generic[B]):
         self._generators = loading.generators
         self._states: list[torch.Tensor] = []  # of these, where the iteration begun last began
         self._worker_start, self._announced = _listening(loading)
+        self._require_alike("made", self._key)
 
     def __len__(self) -> int:
         """Returns the number of batches; TypeError for a stream that doesn't know its length.
@@ -93,7 +99,9 @@ class ShardedLoader(Generic[B]):
         key = replace(self._key, epoch=self.epoch, start=self._start, drawn=self._draw())
         self._key, self._place, self._running = key, self._start, True
         self._following, self._start = self.epoch + 1, None
+        self._require_alike(str(self._iterations), key)
         self._iterations += 1
+        self._epochs[self._ordinal] = self.epoch
         self._feed.begin(key)
         self._tell_workers(key)
         return self._deliver(self._feed.steps(self._read(key)), self._iterations)
@@ -162,6 +170,24 @@ class ShardedLoader(Generic[B]):
         self._check_in_order("the weight of a batch")
         return self._weight
 
+    def _require_alike(self, occasion: str, key: LoaderKey) -> None:
+        if self._alike is None:
+            return
+        facts: dict[str, object] = {
+            "a dataset of type": type(self.dataset).__qualname__,
+            **self._feed.facts(),
+            "a Subset with indices": indices_digest(self.dataset),
+            "a seed of": (key.seed, key.ordinal),
+            "an epoch of": key.epoch,
+            "a start at": key.start,
+        }
+        self._alike.require(
+            f"{self._ordinal}/{occasion}",
+            facts,
+            "make the same loaders of the same data in the same order on every rank "
+            "(random_split before ctx.model, or with a seeded generator)",
+        )
+
     def _check_in_order(self, wanted: str) -> None:
         if not getattr(self.loader, "in_order", True):
             raise RuntimeError(f"{wanted} is not known with in_order=False; leave out in_order")
@@ -203,6 +229,7 @@ def dataloader(
     *,
     ordinal: int,
     on_first_batch: Callable[[], None] | None = None,
+    alike: Alike | None = None,
     batch_size: int | None = None,
     global_batch_size: int | None = None,
     shuffle: bool = False,
@@ -229,6 +256,7 @@ def dataloader(
             other samplers with `num_replicas` and `rank` are left to divide the data themselves.
         ordinal: The how-manieth loader of the call this is; the order depends on it.
         on_first_batch: Called once, before anything is drawn.
+        alike: Compares with the other ranks, at each `iter()`, what this one is about to read.
         batch_size: Number of samples of each rank at a step; 1 if none is given.
         global_batch_size: Number of samples of all ranks together at a step, shared out by ceil
             and floor, instead of `batch_size`.
@@ -270,7 +298,9 @@ def dataloader(
     )
     key = LoaderKey(world.seed if seed is None else seed, ordinal, world.rank)
     loading = prepare(world, data, asked, key)
-    return ShardedLoader(world, loading, to_device=to_device, on_first_batch=on_first_batch)
+    return ShardedLoader(
+        world, loading, to_device=to_device, on_first_batch=on_first_batch, alike=alike
+    )
 
 
 def _listening(loading: Loading) -> tuple[WorkerStart, Announced | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import replace
@@ -10,12 +11,14 @@ from itertools import chain
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import ConcatDataset, Sampler, Subset
 
 from distribute.randomness import LoaderKey, Parcel, RandomStream, seed_generators
 from distribute.sharding import Batch, Split, permutation
 
 UNKNOWN: Any = object()
+
+_PICKED = 1000
 
 
 class Step(NamedTuple):
@@ -52,6 +55,10 @@ class Source(Protocol):
 
     def total(self) -> int | None:
         """Returns the number of positions, or None if it can't be known."""
+        ...
+
+    def facts(self) -> dict[str, object]:
+        """Returns what must be equal on all ranks, in words."""
         ...
 
 
@@ -91,6 +98,10 @@ class Positions:
         """Returns the number of samples."""
         return len(self._dataset)
 
+    def facts(self) -> dict[str, object]:
+        """Returns what must be equal on all ranks, in words."""
+        return {"a dataset length of": self.total(), "an order of": self.kind} | self._split.facts()
+
 
 class Drawn:
     """What a user's sampler draws, sample by sample, or a batch sampler, batch by batch.
@@ -115,6 +126,7 @@ class Drawn:
         self._split = split
         self._sampler = sampler
         self._batches = batches
+        self._shares = shares
 
     def draw(self, key: LoaderKey) -> Iterator[Batch[Any]]:
         """Returns this rank's batches of the key's epoch, from its start on."""
@@ -130,6 +142,13 @@ class Drawn:
     def total(self) -> int | None:
         """Returns the number of samples or batches, if the sampler knows it."""
         return len(self._sampler) if isinstance(self._sampler, Sized) else None
+
+    def facts(self) -> dict[str, object]:
+        """Returns what must be equal on all ranks, in words."""
+        facts: dict[str, object] = {"an order of": self.kind}
+        if self._shares == 1:  # otherwise its length is that of this rank's share
+            facts["a sampler length of"] = self.total()
+        return facts | self._split.facts()
 
 
 class Indices(Sampler[Any]):
@@ -189,6 +208,10 @@ class Indices(Sampler[Any]):
         """Returns the number of positions, or None if it can't be known."""
         return self._source.total()
 
+    def facts(self) -> dict[str, object]:
+        """Returns what must be equal on all ranks, in words."""
+        return self._source.facts()
+
     def epoch(self, following: int) -> int:
         """Returns the epoch to draw: the following one, or what the user told the sampler since.
 
@@ -209,6 +232,23 @@ class Indices(Sampler[Any]):
         """Pairs the batches of the iteration begun last with their weights and places."""
         drawn = self._drawn
         return (Step(batch, *drawn.popleft()) for batch in batches)
+
+
+def indices_digest(dataset: object) -> str:
+    """Returns a hash of the positions that a `Subset` picks, inside others too, or nothing.
+
+    Of many only some count: two random splits do not agree in them by chance.
+    """
+    if isinstance(dataset, ConcatDataset):
+        parts: list[object] = cast("Any", dataset).datasets
+        return "+".join(map(indices_digest, parts)).strip("+")
+    if not isinstance(dataset, Subset):
+        return ""
+    picked: Any = cast("Any", dataset).indices
+    every = max(1, len(picked) // _PICKED)
+    text = repr([int(picked[at]) for at in range(0, len(picked), every)])
+    inside = indices_digest(cast("Any", dataset).dataset)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest() + inside
 
 
 def _epoch_of(sampler: object) -> int | None:

@@ -123,6 +123,10 @@ class Stream:
         """Returns None: what a stream holds is known at its end."""
         return None
 
+    def facts(self) -> dict[str, object]:
+        """Returns what must be equal on all ranks, in words."""
+        return {"an order of": self.kind, "a number of workers of": self._workers}
+
     def epoch(self, following: int) -> int:
         """Returns the epoch to draw, which is the following one."""
         return following

@@ -59,6 +59,10 @@ class Feed(Protocol):
         """Returns how many of what a place counts an epoch has, or None if it can't be known."""
         ...
 
+    def facts(self) -> dict[str, object]:
+        """Returns what must be equal on all ranks, in words."""
+        ...
+
     def epoch(self, following: int) -> int:
         """Returns the epoch to draw, if nobody asked for another: the following one."""
         ...

@@ -66,6 +66,10 @@ class Split:
     global_batch: int
     uneven: Uneven
 
+    def facts(self) -> dict[str, object]:
+        """Returns what must be equal on all ranks, in words."""
+        return {"a global batch size of": self.global_batch, "uneven of": self.uneven}
+
     def count(self, total: int, start: int = 0) -> int:
         """Returns the number of batches of this rank, for an order of `total` samples.
 

@@ -30,7 +30,7 @@ model data
 loading
 asked iterables progress transfer
 indices
-collectives randomness
+alike collectives randomness
 sharding
 ending deadline meeting outcome link
 state task
