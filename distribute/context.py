@@ -179,6 +179,22 @@ class Context:
             **options,
         )
 
+    def gather_samples(self, values: Any, loader: ShardedLoader[Any]) -> Any:
+        """Returns the values of all samples of an epoch, in the dataset's order, on every rank.
+
+        Samples that `uneven="pad"` repeats count once. With a sampler the order is the sampler's.
+
+        Args:
+            values: This rank's values of the samples that it has read of the epoch begun last, in
+                that order: a tensor, whose rows they are, or a list.
+            loader: The loader that read them.
+
+        Raises:
+            RequestError: There is not one value for each sample, or the order is not known.
+        """
+        with record.operation("gather_samples"):
+            return loader.in_dataset_order(collectives.all_gather(self._world, values))
+
     # -- collectives ---------------------------------------------------------------------------
 
     def all_reduce(self, value: T, op: str = "sum") -> T:

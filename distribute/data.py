@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
 from distribute.asked import Asked, check_state
+from distribute.errors import RequestError
 from distribute.indices import UNKNOWN, indices_digest
 from distribute.loading import Loading, prepare
 from distribute.randomness import Announced, LoaderKey, RandomStream, WorkerStart, drive_guarded
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from distribute.world import World
 
 B = TypeVar("B", covariant=True)
+T = TypeVar("T")
 
 # Of what `state_dict` returns.
 _VERSION = 1
@@ -169,6 +172,44 @@ class ShardedLoader(Generic[B]):
         """
         self._check_in_order("the weight of a batch")
         return self._weight
+
+    def in_dataset_order(self, ranks: Sequence[Sequence[T] | torch.Tensor]) -> Any:
+        """Puts values of all ranks, one for each sample of an epoch, into the dataset's order.
+
+        Samples that `uneven="pad"` repeats count once. With a sampler it is the sampler's order.
+
+        Args:
+            ranks: Of each rank the values of its samples of the epoch begun last, as far as it was
+                read: tensors, whose rows they are, or lists.
+
+        Returns:
+            A tensor or a list.
+
+        Raises:
+            RequestError: There is not one value for each sample, or the order is not known (of a
+                stream, of a batch sampler).
+        """
+        self._check_in_order("the order of samples")
+        samples = self._feed.samples(self._key, self._place)
+        if samples is None:
+            raise RequestError(
+                f"a loader of {self._feed.kind}",
+                "they have no positions to bring values into an order by",
+                "have the dataset return each sample's number, and gather that as well",
+            )
+        for rank, (values, read) in enumerate(zip(ranks, samples, strict=True)):
+            if len(values) != len(read):
+                raise RequestError(
+                    f"{len(values)} values on rank {rank}",
+                    f"its loader has read {len(read)} samples of this epoch",
+                    "pass one value for each sample",
+                )
+        flat = list(chain.from_iterable(samples))
+        rows = sorted((at for at, sample in enumerate(flat) if sample >= 0), key=flat.__getitem__)
+        if all(isinstance(values, torch.Tensor) for values in ranks):
+            return torch.cat(cast("list[torch.Tensor]", list(ranks)))[rows]
+        together = list(chain.from_iterable(ranks))
+        return [together[at] for at in rows]
 
     def _require_alike(self, occasion: str, key: LoaderKey) -> None:
         if self._alike is None:

@@ -61,6 +61,13 @@ class Source(Protocol):
         """Returns what must be equal on all ranks, in words."""
         ...
 
+    def samples(self, key: LoaderKey, stop: int) -> list[list[int]] | None:
+        """Returns which samples each rank has read up to a position, -1 for one that repeats.
+
+        None if it can't be known.
+        """
+        ...
+
 
 class Positions:
     """The positions of a dataset, in their own order or shuffled.
@@ -83,12 +90,7 @@ class Positions:
 
     def draw(self, key: LoaderKey) -> Iterator[Batch[int]]:
         """Returns this rank's batches of the key's epoch, from its start on."""
-        total, start = len(self._dataset), key.start or 0
-        if not self._shuffle:
-            return self._split.batches(range(total), start)
-        if self._seed is not None:
-            key = replace(key, seed=self._seed)
-        return self._split.batches(permutation(total, key.shared("order")), start)
+        return self._split.batches(self._order(key), key.start or 0)
 
     def count(self, start: int) -> int:
         """Returns the number of this rank's batches from a position on."""
@@ -101,6 +103,21 @@ class Positions:
     def facts(self) -> dict[str, object]:
         """Returns what must be equal on all ranks, in words."""
         return {"a dataset length of": self.total(), "an order of": self.kind} | self._split.facts()
+
+    def samples(self, key: LoaderKey, stop: int) -> list[list[int]]:
+        """Returns which samples each rank has read up to a position, -1 for one that repeats."""
+        total = self.total()
+        order: Any = self._order(key)
+        ranks = self._split.positions(total, key.start or 0, stop)
+        return [[int(order[p]) if p < total else -1 for p in positions] for positions in ranks]
+
+    def _order(self, key: LoaderKey) -> range | torch.Tensor:
+        total = len(self._dataset)
+        if not self._shuffle:
+            return range(total)
+        if self._seed is not None:
+            key = replace(key, seed=self._seed)
+        return permutation(total, key.shared("order"))
 
 
 class Drawn:
@@ -149,6 +166,14 @@ class Drawn:
         if self._shares == 1:  # otherwise its length is that of this rank's share
             facts["a sampler length of"] = self.total()
         return facts | self._split.facts()
+
+    def samples(self, key: LoaderKey, stop: int) -> list[list[int]] | None:
+        """Returns which samples each rank has read up to a position, in the sampler's order."""
+        total = self.total()
+        if self._batches or self._shares > 1 or total is None:
+            return None
+        ranks = self._split.positions(total, key.start or 0, stop)
+        return [[p if p < total else -1 for p in positions] for positions in ranks]
 
 
 class Indices(Sampler[Any]):
@@ -211,6 +236,10 @@ class Indices(Sampler[Any]):
     def facts(self) -> dict[str, object]:
         """Returns what must be equal on all ranks, in words."""
         return self._source.facts()
+
+    def samples(self, key: LoaderKey, stop: Any) -> list[list[int]] | None:
+        """Returns which samples each rank has read up to a place, if that can be known."""
+        return self._source.samples(key, stop or 0)
 
     def epoch(self, following: int) -> int:
         """Returns the epoch to draw: the following one, or what the user told the sampler since.

@@ -127,6 +127,9 @@ class Stream:
         """Returns what must be equal on all ranks, in words."""
         return {"an order of": self.kind, "a number of workers of": self._workers}
 
+    def samples(self, key: LoaderKey, stop: Any) -> None:
+        """Returns None: items of a stream have no positions."""
+
     def epoch(self, following: int) -> int:
         """Returns the epoch to draw, which is the following one."""
         return following

@@ -63,6 +63,10 @@ class Feed(Protocol):
         """Returns what must be equal on all ranks, in words."""
         ...
 
+    def samples(self, key: LoaderKey, stop: Any) -> list[list[int]] | None:
+        """Returns which samples each rank has read up to a place; -1 for one that repeats."""
+        ...
+
     def epoch(self, following: int) -> int:
         """Returns the epoch to draw, if nobody asked for another: the following one."""
         ...

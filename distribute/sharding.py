@@ -99,6 +99,22 @@ class Split:
         start = rank * least + min(rank, more)
         return step[start : start + least + (rank < more)]
 
+    def positions(self, total: int, start: int, stop: int) -> list[list[int]]:
+        """Returns the positions that each rank reads, in its order; those from `total` on repeat.
+
+        Args:
+            total: Number of samples.
+            start: Where the first step begins.
+            stop: Where the last one ends.
+        """
+        ranks: list[list[int]] = [[] for _ in range(self.world_size)]
+        for step in self.steps(total, start):
+            if min(step.stop, total) > stop:
+                break
+            for rank, positions in enumerate(ranks):
+                positions += self.share(step, rank)
+        return ranks
+
     def batches(self, order: Sequence[T] | torch.Tensor, start: int = 0) -> Iterator[Batch[T]]:
         """Yields this rank's batches of an order that can be indexed.
 

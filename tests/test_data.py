@@ -28,6 +28,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from distribute import Context, run
 from distribute.data import ShardedLoader, dataloader
 from distribute.errors import RequestError
 from distribute.transfer import move
@@ -936,6 +937,70 @@ def test_an_existing_loader_of_a_stream() -> None:
     assert lists(dataloader(world(), batched, ordinal=0)) == [[0, 1], [2, 3]]
     assert list(dataloader(world(), single, ordinal=0)) == [0, 1, 2]
     assert list(single) == [0, 1, 2]
+
+
+# -- bringing values together ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shuffle": True},
+        {"shuffle": True, "uneven": "balance"},
+        {"shuffle": False},
+        {"uneven": "pad"},
+        {"shuffle": True, "num_workers": 2},
+    ],
+)
+def test_values_come_back_in_the_order_of_the_dataset(size: int, options: dict[str, Any]) -> None:
+    data = torch.arange(20) ** 2
+
+    def of_rank(ctx: Context) -> tuple[Any, Any, Any]:
+        loader = ctx.dataloader(data, batch_size=3, **options)
+        for _ in range(2):  # each epoch has an order of its own
+            read = torch.cat(list(loader))
+            values = torch.stack([read, -read], 1)
+            gathered = ctx.gather_samples(values, loader)
+        words = ctx.gather_samples([str(one) for one in read.tolist()], loader)
+        return ctx.world_size, gathered, words
+
+    method = {} if size == 1 else {"start_method": "fork", "timeout": 30}
+    ranks = run(of_rank, devices=size, returns="all", **method)
+
+    assert len(ranks) == size
+    for world_size, gathered, words in ranks:
+        assert world_size == size
+        assert gathered.tolist() == [[n * n, -n * n] for n in range(20)]
+        assert words == [str(n * n) for n in range(20)]
+
+
+def test_values_of_what_was_dropped_or_not_read_are_left_out() -> None:
+    made = loaders(2, torch.arange(11), batch_size=2, drop_last=True)
+    assert made[0].in_dataset_order([flat(lists(loader)) for loader in made]) == list(range(8))
+
+    made = loaders(2, torch.arange(11), batch_size=2)
+    begun = [[next(iter(loader)).tolist()] for loader in made]
+    assert made[0].in_dataset_order([flat(batches) for batches in begun]) == [0, 1, 2, 3]
+
+    sampled = loaders(2, torch.arange(11), batch_size=2, sampler=[5, 5, 9, 1, 0])
+    values = [flat(lists(loader)) for loader in sampled]
+    assert sampled[0].in_dataset_order(values) == [5, 5, 9, 1, 0]
+
+
+def test_values_without_an_order_are_refused() -> None:
+    loader = dataloader(world(), torch.arange(4), ordinal=0)
+    list(loader)
+    with pytest.raises(RequestError, match="3 values on rank 0"):
+        loader.in_dataset_order([[1, 2, 3]])
+    buckets = dataloader(world(), torch.arange(9), ordinal=0, batch_sampler=Buckets(FIVE))
+    list(buckets)
+    with pytest.raises(RequestError, match="batch sampler"):
+        buckets.in_dataset_order([list(range(9))])
+    stream = dataloader(world(), Counting(2), ordinal=0)
+    list(stream)
+    with pytest.raises(RequestError, match="stream"):
+        stream.in_dataset_order([[0, 1]])
 
 
 # -- refusals ----------------------------------------------------------------------------------

@@ -956,6 +956,24 @@ def data_state(ground: Ground) -> list[str]:
 
 
 @producer
+def data_values(ground: Ground) -> list[str]:
+    def gathered(data: Any, values: list[int], **options: Any) -> Callable[[Context], None]:
+        def fn(ctx: Context) -> None:
+            loader = ctx.dataloader(data, **options)
+            if not loader.loader.num_workers:
+                list(loader)
+            ctx.gather_samples(values, loader)
+
+        return fn
+
+    return [
+        alone(gathered(DATA, [1, 2])),
+        alone(gathered(DATA, DATA, batch_sampler=[[n] for n in DATA])),
+        alone(gathered(DATA, DATA, num_workers=1, in_order=False)),
+    ]
+
+
+@producer
 def data_differs(ground: Ground) -> list[str]:
     return [on_two(lambda ctx: ctx.dataloader(DATA[ctx.rank :]))]
 
