@@ -59,6 +59,16 @@ def check_policy(uneven: object) -> None:
         )
 
 
+def check_whole(shared_out: bool) -> None:
+    """Refuses a loader that gives this rank's share: a share of that would lose the rest."""
+    if shared_out:
+        raise RequestError(
+            "a loader that ctx.dataloader has made",
+            "its data are shared out among the ranks already",
+            "use it as it is, or pass the dataset",
+        )
+
+
 def check_kept(asked: Asked) -> None:
     """Refuses what a given DataLoader has decided already."""
     for name, value in asked.of_torch().items():

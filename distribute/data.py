@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
-from distribute.asked import Asked, check_state
+from distribute.asked import Asked, check_state, check_whole
 from distribute.errors import RequestError
 from distribute.indices import UNKNOWN, indices_digest
 from distribute.loading import Loading, prepare
@@ -324,6 +324,7 @@ def dataloader(
     Raises:
         RequestError: The options contradict each other or the data.
     """
+    check_whole(isinstance(data, ShardedLoader))
     asked = Asked(
         batch_size=batch_size,
         global_batch_size=global_batch_size,

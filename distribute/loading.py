@@ -23,6 +23,7 @@ from distribute.asked import (
     check_policy,
     check_sizes,
     check_stream,
+    check_whole,
 )
 from distribute.errors import RequestError
 from distribute.indices import Drawn, Indices, Positions
@@ -105,6 +106,7 @@ def prepare(world: World, data: Any, asked: Asked, key: LoaderKey) -> Loading:
     check_policy(asked.uneven)
     loader: TorchLoader = data
     if isinstance(data, DataLoader):
+        check_whole(_is_ours(loader))
         check_kept(asked)
     else:
         loader = _made(world, data, asked)
@@ -151,6 +153,11 @@ def _generators(loader: TorchLoader) -> list[torch.Generator]:
         if isinstance(one, torch.Generator):
             found[id(one)] = one
     return list(found.values())
+
+
+def _is_ours(loader: TorchLoader) -> bool:
+    parts = (loader.batch_sampler, loader.sampler, loader.dataset)
+    return any(isinstance(one, (Indices, StreamShard)) for one in parts)
 
 
 def _is_iterable(dataset: object) -> bool:
@@ -227,7 +234,7 @@ def _of_batches(world: World, loader: TorchLoader, asked: Asked, key: LoaderKey)
     batched = loader.batch_sampler is not None
     batches: Any = loader.batch_sampler if batched else loader.sampler
     told = batches if hasattr(batches, "set_epoch") else getattr(batches, "sampler", None)
-    if _is_divided(world, batches):
+    if _is_divided(world, batches) or _is_divided(world, getattr(batches, "sampler", None)):
         alone = _undivided_split(asked, False, 1)
         source = Drawn(alone, batches, batches=True, shares=world.world_size)
         return Indices(source, key, told, to_workers=loader.num_workers > 0)

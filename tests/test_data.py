@@ -363,6 +363,45 @@ def test_an_existing_loader_keeps_its_settings() -> None:
     assert [batch.tolist() for batch in given] == [[4 * n, 4 * n + 2] for n in range(5)]
 
 
+def noted(worker: int) -> None:
+    torch.set_num_threads(1 + worker)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"collate_fn": double, "drop_last": True},
+        {
+            "num_workers": 2,
+            "prefetch_factor": 3,
+            "persistent_workers": True,
+            "timeout": 60,
+            "worker_init_fn": noted,
+            "multiprocessing_context": "fork",
+            "in_order": True,
+        },
+        {"num_workers": 1, "multiprocessing_context": "forkserver", "persistent_workers": False},
+        {"shuffle": True, "generator": torch.Generator()},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_every_setting_of_an_existing_loader_is_that_of_the_one_underneath(
+    settings: dict[str, Any],
+) -> None:
+    given = DataLoader(torch.arange(12), batch_size=3, **settings)  # type: ignore[arg-type]
+    before = dict(vars(given))
+
+    made = dataloader(world(), given, ordinal=0)
+
+    ours = {"batch_sampler", "worker_init_fn"}  # which call the user's
+    for name, value in before.items():
+        if name not in ours:
+            assert vars(made.loader)[name] is value, name
+    assert vars(given) == before
+    if settings.get("multiprocessing_context") != "forkserver":  # which takes seconds to start
+        assert sum(len(batch) for batch in made) == 12
+
+
 def test_the_workers_of_an_existing_loader_stay_its_own() -> None:
     data = torch.arange(8)
     given = DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
@@ -528,6 +567,30 @@ def test_a_sampler_that_divides_the_samples_itself_is_left_to_it() -> None:
         dataloader(
             world(0, 2), torch.arange(8), ordinal=0, sampler=SelfDividing(2, 0), uneven="pad"
         )
+
+
+class OwnBatches(BatchSampler):
+    """Batches of whatever sampler it is given, as people write them to group by length."""
+
+
+def test_a_batch_sampler_over_a_sampler_that_divides_is_not_shared_out_again() -> None:
+    ranks = []
+    for rank in range(2):
+        sampler = DistributedSampler(torch.arange(8), 2, rank, shuffle=False)  # type: ignore[arg-type, var-annotated]
+        given = DataLoader(torch.arange(8), batch_sampler=OwnBatches(sampler, 2, False))  # type: ignore[arg-type]
+        ranks.append(lists(dataloader(world(rank, 2), given, ordinal=0)))
+
+    assert ranks == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_loader_is_not_shared_out_twice(stream: bool) -> None:
+    data = Counting(8) if stream else torch.arange(8)
+    loader = dataloader(world(0, 2), data, ordinal=0, batch_size=2)
+
+    for again in (loader, loader.loader):
+        with pytest.raises(RequestError, match="shared out among the ranks already"):
+            dataloader(world(0, 2), again, ordinal=1)
 
 
 # -- batch samplers ----------------------------------------------------------------------------

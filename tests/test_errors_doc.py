@@ -890,6 +890,7 @@ def data_order(ground: Ground) -> list[str]:
 def data_loader(ground: Ground) -> list[str]:
     return [
         _loaded(DataLoader(DATA, 2), shuffle=True),  # type: ignore[arg-type]
+        alone(lambda ctx: ctx.dataloader(ctx.dataloader(DATA).loader)),
         _loaded(DataLoader(DATA, batch_size=None)),  # type: ignore[arg-type]
     ]
 
