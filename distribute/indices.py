@@ -165,6 +165,7 @@ class Drawn:
         facts: dict[str, object] = {"an order of": self.kind}
         if self._shares == 1:  # otherwise its length is that of this rank's share
             facts["a sampler length of"] = self.total()
+            facts["a sampler's generator in state"] = _state_digest(self._sampler)
         return facts | self._split.facts()
 
     def samples(self, key: LoaderKey, stop: int) -> list[list[int]] | None:
@@ -278,6 +279,15 @@ def indices_digest(dataset: object) -> str:
     text = repr([int(picked[at]) for at in range(0, len(picked), every)])
     inside = indices_digest(cast("Any", dataset).dataset)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest() + inside
+
+
+def _state_digest(sampler: object) -> str:
+    """Returns a hash of the state of a sampler's own generator, or nothing."""
+    inside = getattr(sampler, "sampler", None)
+    generator = getattr(sampler, "generator", None) or getattr(inside, "generator", None)
+    if not isinstance(generator, torch.Generator):
+        return ""
+    return hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def _epoch_of(sampler: object) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import ConcatDataset, Subset, TensorDataset, random_split
+from torch.utils.data import ConcatDataset, RandomSampler, Subset, TensorDataset, random_split
 
 from distribute import Context, run, workers
 from distribute.errors import RequestError
@@ -71,6 +71,11 @@ def different_sampler(ctx: Context) -> Any:
     return ctx.dataloader(HUNDRED, sampler=range(50 + ctx.rank))
 
 
+def different_generator(ctx: Context) -> Any:
+    generator = torch.Generator().manual_seed(ctx.rank)
+    return ctx.dataloader(HUNDRED, sampler=RandomSampler(range(100), generator=generator))
+
+
 @pytest.mark.parametrize(
     ("make", "what"),
     [
@@ -81,6 +86,7 @@ def different_sampler(ctx: Context) -> Any:
         (different_batch, "a global batch size of 1[02] on rank"),
         (a_loader_more_on_one_rank, "an order of (shuffled )?samples on rank"),
         (different_epoch, "an epoch of [01] on rank"),
+        (different_generator, r"a sampler's generator in state \w+ on rank"),
         (different_sampler, "a sampler length of 5[01] on rank"),
     ],
 )
