@@ -137,7 +137,7 @@ class ShardedLoader(Generic[B]):
             "version": _VERSION,
             "seed": self._key.seed,
             "ordinal": self._key.ordinal,
-            "epoch": self.epoch if self._running else self._following,
+            "epoch": self._key.epoch if self._running else self._following,
             "place": copy.deepcopy(place),
             "kind": self._feed.kind,
             "total": self._feed.total(),

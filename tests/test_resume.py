@@ -204,6 +204,18 @@ def test_setting_the_epoch_that_is_resumed_keeps_the_place_and_another_does_not(
     assert lists(again) == [[6, 7]]
 
 
+def test_a_state_is_of_the_epoch_that_is_read_whatever_is_set_for_the_next() -> None:
+    loader = dataloader(world(), torch.arange(8), ordinal=0, batch_size=2)
+    iterator = iter(loader)
+    next(iterator)
+    loader.set_epoch(9)
+    state = loader.state_dict()
+    list(iterator)
+
+    assert (state["epoch"], state["place"]) == (0, 2)
+    assert (loader.state_dict()["epoch"], loader.state_dict()["place"]) == (9, None)
+
+
 def test_a_state_taken_before_anything_is_read_again_is_the_one_that_was_loaded() -> None:
     loader = dataloader(world(), torch.arange(8), ordinal=0, batch_size=2)
     state = after(loader, 3)
