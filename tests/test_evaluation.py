@@ -16,6 +16,7 @@ from distribute import Context, run
 
 # Of three ranks with batches of 4: full and short steps, ranks without a batch, hardly any data.
 TOTALS = [2, 11, 25, 40]
+SLOW_TOTALS = [pytest.param(total, marks=pytest.mark.slow) for total in (11, 40)]
 
 
 def samples(total: int, seed: int = 1) -> TensorDataset:
@@ -134,7 +135,7 @@ def measured(ctx: Context, total: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")  # of a rank without a sample
-@pytest.mark.parametrize("total", [2, 11, 25, 40])
+@pytest.mark.parametrize("total", [2, 25, *SLOW_TOTALS])
 def test_torchmetrics_has_the_values_of_one_process(total: int) -> None:
     expected = run(measured, total, devices=1)
 

@@ -116,8 +116,10 @@ MORE_THAN_CORES = pytest.mark.filterwarnings("ignore:This DataLoader will create
 
 
 @MORE_THAN_CORES
-@pytest.mark.parametrize("workers", [0, 1, 3])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("workers", "persistent"),
+    [(0, False), (3, True), *(pytest.param(n, n == 1, marks=pytest.mark.slow) for n in (1, 3))],
+)
 def test_what_was_fetched_ahead_is_not_taken_for_read(workers: int, persistent: bool) -> None:
     options: dict[str, Any] = {"batch_size": 2, "shuffle": True, "num_workers": workers}
     options |= {"persistent_workers": True} if workers and persistent else {}
@@ -136,8 +138,14 @@ def test_what_was_fetched_ahead_is_not_taken_for_read(workers: int, persistent: 
 
 
 @MORE_THAN_CORES
-@pytest.mark.parametrize("save_workers", [0, 2])
-@pytest.mark.parametrize("load_workers", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("save_workers", "load_workers"),
+    [
+        (0, 0),
+        (2, 3),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((0, 1), (0, 3), (2, 0), (2, 1))),
+    ],
+)
 def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(
     save_workers: int, load_workers: int
 ) -> None:

@@ -137,6 +137,7 @@ def test_a_tail_of_fewer_samples_than_ranks_is_shared_out_with_the_step_before(
     same(ranks, alone(total, batches), world_size)
 
 
+@pytest.mark.slow
 def test_a_global_batch_that_does_not_divide_is_exact_too() -> None:
     ranks = on_ranks(3, 50, True, global_batch_size=10, uneven="balance")
 
@@ -153,7 +154,10 @@ def test_without_the_weight_it_is_not_the_mean_over_the_samples() -> None:
     assert torch.equal(ranks[0][1], ranks[1][1])
 
 
-@pytest.mark.parametrize("world_size", [*SLOW_WORLDS, 4])
+@pytest.mark.parametrize(
+    "world_size",
+    [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)],
+)
 def test_padding_trains_on_the_repeated_samples_as_well(world_size: int) -> None:
     total = 55  # 7 are left for the last step
     ranks = on_ranks(world_size, total, False, global_batch_size=BATCH, uneven="pad")
