@@ -9,7 +9,7 @@ from distribute.errors import RequestError
 from distribute.sharding import Uneven
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from distribute.world import World
 
@@ -56,6 +56,16 @@ def check_policy(uneven: object) -> None:
             f"uneven={uneven!r}",
             "the policies for an uneven tail are " + ", ".join(map(repr, get_args(Uneven))),
             "pass one of these",
+        )
+
+
+def check_whole(shared_out: bool) -> None:
+    """Refuses a loader that gives this rank's share: a share of that would lose the rest."""
+    if shared_out:
+        raise RequestError(
+            "a loader that ctx.dataloader has made",
+            "its data are shared out among the ranks already",
+            "use it as it is, or pass the dataset",
         )
 
 
@@ -130,3 +140,39 @@ def check_stream(asked: Asked) -> None:
                 "an IterableDataset sets its own order",
                 f"leave out {name}, or shuffle inside the dataset",
             )
+
+
+def check_state(
+    state: Mapping[str, Any], version: int, kind: str, total: int | None, generators: int
+) -> None:
+    """Refuses a state of a loader that means something else here.
+
+    Args:
+        state: The state.
+        version: Of the states that are understood.
+        kind: What a place of the loader counts.
+        total: How many of them an epoch has, or None if it can't be known.
+        generators: How many generators of the user the loader has.
+    """
+    if state.get("version") != version:
+        raise RequestError(
+            f"a state with the keys {', '.join(map(str, state)) or 'none'}",
+            "it was not made by state_dict() of a loader of this version",
+            "pass what loader.state_dict() returned",
+        )
+    if len(state["generators"]) != generators:
+        raise RequestError(
+            f"a state of a loader with {len(state['generators'])} generators",
+            f"this loader and its samplers have {generators}",
+            "make the loader as it was made when the state was saved",
+        )
+    if state["place"] is None:
+        return
+    there = f"{state['total']} {state['kind']}" if state["total"] is not None else state["kind"]
+    here = kind if total is None else f"{total} {kind}"
+    if there != here:
+        raise RequestError(
+            f"a state in the middle of an epoch of {there}",
+            f"this loader reads {here}, whose places are others",
+            "load it into a loader of the same data, or call set_epoch to begin an epoch",
+        )

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from distribute import collectives, data, record
 from distribute import model as models
+from distribute.alike import Alike
 from distribute.ambient import Fold
 from distribute.changes import follow
 from distribute.display import PLAIN, Display
@@ -48,6 +49,7 @@ class Context:
         self._display = display
         self._fold = Fold(world.rank)
         self._loaders = 0
+        self._alike = Alike(world)
         self._optimizers: Sequence[Optimizer] = ()
 
     def __repr__(self) -> str:
@@ -169,8 +171,29 @@ class Context:
         ordinal = self._loaders
         self._loaders += 1
         return data.dataloader(
-            self._world, dataset, ordinal=ordinal, on_first_batch=self._fold, **options
+            self._world,
+            dataset,
+            ordinal=ordinal,
+            on_first_batch=self._fold,
+            alike=self._alike,
+            **options,
         )
+
+    def gather_samples(self, values: Any, loader: ShardedLoader[Any]) -> Any:
+        """Returns the values of all samples of an epoch, in the dataset's order, on every rank.
+
+        Samples that `uneven="pad"` repeats count once. With a sampler the order is the sampler's.
+
+        Args:
+            values: This rank's values of the samples that it has read of the epoch begun last, in
+                that order: a tensor, whose rows they are, or a list.
+            loader: The loader that read them.
+
+        Raises:
+            RequestError: There is not one value for each sample, or the order is not known.
+        """
+        with record.operation("gather_samples"):
+            return loader.in_dataset_order(collectives.all_gather(self._world, values))
 
     # -- collectives ---------------------------------------------------------------------------
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from distribute.collectives import cpu_group
+from distribute.indices import UNKNOWN, Step
 from distribute.randomness import LoaderKey, RandomStream, seed_generators, worker_key
+from distribute.sharding import Taken
 from distribute.world import World
-
-T = TypeVar("T")
 
 _END: Any = object()
 
@@ -23,7 +23,8 @@ class StreamShard(IterableDataset[Any]):
     """One (rank, worker)'s part of a dataset: every n-th item of it, for n of them in all.
 
     Every one of them runs through the whole dataset, under a random stream that all share:
-    otherwise a dataset that shuffles would be a different one in each of them.
+    otherwise a dataset that shuffles would be a different one in each of them. For the same reason
+    what was read in an earlier run is read again, and passed over.
 
     Attributes:
         key: What the random streams are derived from; set before the workers are started.
@@ -40,15 +41,18 @@ class StreamShard(IterableDataset[Any]):
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         key = worker_key(self.key)
-        self.own = RandomStream(key.own(worker))
+        self.own = RandomStream(key.worker(worker))
         if info is not None:  # the rank's own process has swapped the shared stream in
             seed_generators(key.shared("stream"))
+        items = _undivided(self._dataset)
+        for taken in _places(key.start):
+            items = taken.rest(items)
         first = key.rank * workers + worker
-        yield from islice(_undivided(self._dataset), first, None, self._world_size * workers)
+        yield from islice(items, first, None, self._world_size * workers)
 
 
 class CountingCollate:
-    """A `collate_fn` that tells how many samples went into a batch, for the weights.
+    """A `collate_fn` that tells how many samples went into a batch, and where it was made.
 
     Args:
         collate_fn: The user's, or torch's.
@@ -63,14 +67,16 @@ class CountingCollate:
         self._batched = batched
         self._shard = shard
 
-    def __call__(self, samples: Any) -> tuple[int, Any]:
-        """Returns the number of samples and the batch."""
+    def __call__(self, samples: Any) -> tuple[int, int, Any]:
+        """Returns the number of samples, the worker and the batch."""
         count = len(samples) if self._batched else 1
+        info = get_worker_info()
+        worker = 0 if info is None else info.id
         if self._shard is None or self._shard.own is None:
-            return count, self._collate_fn(samples)
+            return count, worker, self._collate_fn(samples)
         # A collate_fn that masks at random must not move the stream that all share.
         with self._shard.own.active():
-            return count, self._collate_fn(samples)
+            return count, worker, self._collate_fn(samples)
 
 
 class Stream:
@@ -79,16 +85,50 @@ class Stream:
     Args:
         world: Where this rank stands.
         shard: The rank's part of the dataset, or None if the dataset shards itself.
-        length: Returns the number of steps, or raises TypeError if it can't be known.
+        workers: Number of workers of each rank, at least 1.
+        length: Returns the number of steps of a number of items.
+        dataset: The user's dataset.
     """
 
-    def __init__(self, world: World, shard: StreamShard | None, length: Callable[[], int]) -> None:
+    kind = "items of a stream"
+
+    def __init__(
+        self,
+        world: World,
+        shard: StreamShard | None,
+        workers: int,
+        length: Callable[[int], int],
+        dataset: object,
+    ) -> None:
         self._world = world
         self._shard = shard
+        self._workers = workers
         self._length = length
+        self._dataset = dataset
+        self._start: Any = None
 
-    def __len__(self) -> int:
-        return self._length()
+    def length(self, start: Any) -> int:
+        """Returns the number of steps from a place on, or raises TypeError if it can't be known."""
+        if self._shard is None:
+            raise TypeError(
+                "the number of steps of a dataset that shards itself (sharded=True) is not known; "
+                "count them as they come"
+            )
+        left = len(cast("Sized", self._dataset))
+        for taken in _places(start):
+            left = taken.left(left)
+        return self._length(left)
+
+    def total(self) -> int | None:
+        """Returns None: what a stream holds is known at its end."""
+        return None
+
+    def facts(self) -> dict[str, object]:
+        """Returns what must be equal on all ranks, in words."""
+        return {"an order of": self.kind, "a number of workers of": self._workers}
+
+    def samples(self, key: LoaderKey, stop: Any) -> None:
+        """Returns None: items of a stream have no positions."""
 
     def epoch(self, following: int) -> int:
         """Returns the epoch to draw, which is the following one."""
@@ -96,50 +136,66 @@ class Stream:
 
     def begin(self, key: LoaderKey) -> None:
         """Sets the epoch to draw."""
+        self._start = key.start
         if self._shard is not None:
             self._shard.key = key
 
-    def steps(self, batches: Iterator[tuple[int, T]]) -> Iterator[tuple[T, float]]:
-        """Yields batches and their weights until one of the ranks has none left."""
+    def steps(self, batches: Iterator[tuple[int, int, Any]]) -> Iterator[Step]:
+        """Yields batches, their weights and places until one of the ranks has none left."""
+        return self._steps(batches, self._start)
+
+    def _steps(self, batches: Iterator[tuple[int, int, Any]], start: Any) -> Iterator[Step]:
+        world, workers = self._world, self._workers
+        taken = [0] * (world.world_size * workers)
         while True:
-            count, batch = next(batches, (0, _END))
-            total = step_total(self._world, None if batch is _END else count)
-            if total is None:
+            count, worker, batch = next(batches, (0, 0, _END))
+            shares = step_shares(world, None if batch is _END else (count, worker))
+            if shares is None:
                 return
-            yield batch, count * self._world.world_size / (total or 1)
+            for rank, (samples, by) in enumerate(shares):
+                taken[rank * workers + by] += samples
+            total = sum(samples for samples, _ in shares)
+            place = UNKNOWN if self._shard is None else [*(start or ()), tuple(taken)]
+            yield Step(batch, count * world.world_size / (total or 1), place)
 
 
-def step_total(world: World, count: int | None) -> int | None:
-    """Returns how many samples the ranks have for the next step, if every rank has a batch.
+def step_shares(world: World, share: tuple[int, int] | None) -> list[tuple[int, int]] | None:
+    """Returns every rank's share of the next step, if every rank has one.
 
     A collective over the ranks, which thereby stop at the same step.
 
     Args:
         world: Where this rank stands.
-        count: The number of samples in this rank's next batch, or None if it has none.
+        share: The number of samples in this rank's next batch and the worker that made it, or
+            None if there is none.
     """
     if world.world_size == 1:
-        return count
-    facts: Any = torch.tensor([count is not None, count or 0], dtype=torch.int64)
+        return None if share is None else [share]
+    facts: Any = torch.zeros(world.world_size, 3, dtype=torch.int64)
+    if share is not None:
+        facts[world.rank] = torch.tensor([1, *share])
     cast("Any", dist).all_reduce(facts, group=cpu_group(world))
-    ready: int
-    total: int
-    ready, total = facts.tolist()
-    return total if ready == world.world_size else None
+    rows: list[list[int]] = facts.tolist()
+    if not all(row[0] for row in rows):
+        return None
+    return [(samples, worker) for _, samples, worker in rows]
+
+
+def _places(start: Any) -> list[Taken]:
+    return [Taken(tuple(counts)) for counts in start or ()]
 
 
 def stream_length(
-    dataset: object, batches: Callable[[int, int], int], world_size: int, workers: int
+    total: int, batches: Callable[[int, int], int], world_size: int, workers: int
 ) -> int:
     """Returns the number of steps that all ranks can take.
 
     Args:
-        dataset: The user's dataset; without a length it raises TypeError.
+        total: Number of items.
         batches: Returns the number of batches of a rank's worker that has that many samples.
         world_size: Number of ranks.
         workers: Number of workers of each rank, at least 1.
     """
-    total = len(cast("Sized", dataset))
     shards = world_size * workers
 
     def of_rank(rank: int) -> int:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sized
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -22,16 +23,17 @@ from distribute.asked import (
     check_policy,
     check_sizes,
     check_stream,
+    check_whole,
 )
 from distribute.errors import RequestError
-from distribute.indices import Dealt, Indices, Positions, Sampled
+from distribute.indices import Drawn, Indices, Positions
 from distribute.iterables import CountingCollate, Stream, StreamShard, stream_length
 from distribute.sharding import Split, Uneven
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from distribute.indices import Source
+    from distribute.indices import Source, Step
     from distribute.randomness import LoaderKey
     from distribute.world import World
 
@@ -40,20 +42,42 @@ TorchLoader: TypeAlias = Any
 
 
 class Feed(Protocol):
-    """What a loader reads, epoch by epoch."""
+    """What a loader reads, epoch by epoch.
 
-    def __len__(self) -> int: ...
+    A place says what has been read of an epoch: None at its beginning, else as in `Step`.
+    """
+
+    @property
+    def kind(self) -> str:
+        """What a place counts; places of another kind mean something else."""
+        ...
+
+    def length(self, start: Any) -> int:
+        """Returns the number of steps from a place on; TypeError if it can't be known."""
+        ...
+
+    def total(self) -> int | None:
+        """Returns how many of what a place counts an epoch has, or None if it can't be known."""
+        ...
+
+    def facts(self) -> dict[str, object]:
+        """Returns what must be equal on all ranks, in words."""
+        ...
+
+    def samples(self, key: LoaderKey, stop: Any) -> list[list[int]] | None:
+        """Returns which samples each rank has read up to a place; -1 for one that repeats."""
+        ...
 
     def epoch(self, following: int) -> int:
         """Returns the epoch to draw, if nobody asked for another: the following one."""
         ...
 
     def begin(self, key: LoaderKey) -> None:
-        """Sets the epoch to draw."""
+        """Sets the epoch to draw, and the place to begin at."""
         ...
 
-    def steps(self, batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:
-        """Turns what torch's iterator yields into batches and their weights."""
+    def steps(self, batches: Iterator[Any]) -> Iterator[Step]:
+        """Turns what torch's iterator yields into batches, their weights and places."""
         ...
 
 
@@ -65,14 +89,16 @@ class Loading(NamedTuple):
         feed: What it reads.
         key: What its random streams are derived from.
         dataset: The user's dataset.
-        reads_shared: Whether the dataset is read under a random stream that all ranks share.
+        of_stream: Whether the dataset is an `IterableDataset`.
+        generators: The user's own generators, of the loader and its samplers.
     """
 
     loader: TorchLoader
     feed: Feed
     key: LoaderKey
     dataset: Any
-    reads_shared: bool
+    of_stream: bool
+    generators: list[torch.Generator]
 
 
 def prepare(world: World, data: Any, asked: Asked, key: LoaderKey) -> Loading:
@@ -80,6 +106,7 @@ def prepare(world: World, data: Any, asked: Asked, key: LoaderKey) -> Loading:
     check_policy(asked.uneven)
     loader: TorchLoader = data
     if isinstance(data, DataLoader):
+        check_whole(_is_ours(loader))
         check_kept(asked)
     else:
         loader = _made(world, data, asked)
@@ -114,6 +141,23 @@ def _made(world: World, data: Any, asked: Asked) -> TorchLoader:
     return torch_loader(
         data, batch_size=1 if size is None else size, drop_last=asked.drop_last, **options
     )
+
+
+def _generators(loader: TorchLoader) -> list[torch.Generator]:
+    """Returns the user's own generators, from which the order and the workers' seeds are drawn."""
+    holders = [loader, loader.sampler, loader.batch_sampler]
+    holders.append(getattr(loader.batch_sampler, "sampler", None))
+    found: dict[int, torch.Generator] = {}
+    for holder in holders:
+        one = getattr(holder, "generator", None)
+        if isinstance(one, torch.Generator):
+            found[id(one)] = one
+    return list(found.values())
+
+
+def _is_ours(loader: TorchLoader) -> bool:
+    parts = (loader.batch_sampler, loader.sampler, loader.dataset)
+    return any(isinstance(one, (Indices, StreamShard)) for one in parts)
 
 
 def _is_iterable(dataset: object) -> bool:
@@ -151,7 +195,7 @@ def _map_style(world: World, loader: TorchLoader, asked: Asked, key: LoaderKey) 
     indices = _indices(world, loader, asked, key)
     place = "sampler" if loader.batch_sampler is None else "batch_sampler"
     made = _copy(world, loader, **{place: indices})
-    return Loading(made, indices, key, loader.dataset, reads_shared=False)
+    return Loading(made, indices, key, loader.dataset, False, _generators(loader))
 
 
 def _indices(world: World, loader: TorchLoader, asked: Asked, key: LoaderKey) -> Indices:
@@ -174,14 +218,15 @@ def _indices(world: World, loader: TorchLoader, asked: Asked, key: LoaderKey) ->
             sampler.seed if asked.seed is None else asked.seed,
         )
     elif _is_divided(world, sampler):
-        source = Sampled(_undivided_split(asked, batches.drop_last, batches.batch_size), sampler)
+        alone = _undivided_split(asked, batches.drop_last, batches.batch_size)
+        source = Drawn(alone, sampler, batches=False, shares=world.world_size)
     elif _is_just(sampler, SequentialSampler) and asked.sampler is None:
         default: Uneven = "pad" if asked.shuffle or asked.batch_sampler is not None else "balance"
         dataset = _sized(sampler.data_source)
         source = Positions(split(batches.drop_last, default), dataset, asked.shuffle)
     else:
-        source = Sampled(split(batches.drop_last, "pad"), sampler)
-    return Indices(source, key, sampler)
+        source = Drawn(split(batches.drop_last, "pad"), sampler, batches=False)
+    return Indices(source, key, sampler, to_workers=loader.num_workers > 0)
 
 
 def _of_batches(world: World, loader: TorchLoader, asked: Asked, key: LoaderKey) -> Indices:
@@ -189,9 +234,10 @@ def _of_batches(world: World, loader: TorchLoader, asked: Asked, key: LoaderKey)
     batched = loader.batch_sampler is not None
     batches: Any = loader.batch_sampler if batched else loader.sampler
     told = batches if hasattr(batches, "set_epoch") else getattr(batches, "sampler", None)
-    if _is_divided(world, batches):
-        source = Dealt(_undivided_split(asked, False, 1), batches)
-        return Indices(source, key, told)
+    if _is_divided(world, batches) or _is_divided(world, getattr(batches, "sampler", None)):
+        alone = _undivided_split(asked, False, 1)
+        source = Drawn(alone, batches, batches=True, shares=world.world_size)
+        return Indices(source, key, told, to_workers=loader.num_workers > 0)
     whole = not batched and not _is_just(batches, BatchSampler)
     if whole and (
         asked.uneven == "balance" or (asked.uneven is None and _is_just(batches, SequentialSampler))
@@ -202,8 +248,9 @@ def _of_batches(world: World, loader: TorchLoader, asked: Asked, key: LoaderKey)
             "pass uneven='pad' or uneven='drop'",
         )
     uneven = _policy(asked, False, "pad")
-    source = Dealt(Split(world.world_size, world.rank, world.world_size, uneven), batches)
-    return Indices(source, key, told)
+    split = Split(world.world_size, world.rank, world.world_size, uneven)
+    source = Drawn(split, batches, batches=True)
+    return Indices(source, key, told, to_workers=loader.num_workers > 0)
 
 
 def _is_just(sampler: object, kind: type) -> bool:
@@ -277,15 +324,6 @@ def _stream(world: World, loader: TorchLoader, asked: Asked, key: LoaderKey) -> 
         drop_last=drop_last,
     )
 
-    def length() -> int:
-        if asked.sharded:
-            raise TypeError(
-                "the number of steps of a dataset that shards itself (sharded=True) is not known; "
-                "count them as they come"
-            )
-        workers = max(loader.num_workers, 1)
-        return stream_length(loader.dataset, batches, world.world_size, workers)
-
     def batches(rank: int, samples: int) -> int:
         size = loader.batch_size if batched else 1
         if asked.global_batch_size is not None:
@@ -293,4 +331,10 @@ def _stream(world: World, loader: TorchLoader, asked: Asked, key: LoaderKey) -> 
         assert size is not None, "an IterableDataset has no batch sampler"
         return samples // size if drop_last else -(-samples // size)
 
-    return Loading(made, Stream(world, shard, length), key, loader.dataset, shard is not None)
+    workers = max(loader.num_workers, 1)
+
+    def length(total: int) -> int:
+        return stream_length(total, batches, world.world_size, workers)
+
+    stream = Stream(world, shard, workers, length, loader.dataset)
+    return Loading(made, stream, key, loader.dataset, True, _generators(loader))

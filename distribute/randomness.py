@@ -2,10 +2,13 @@
 
     the order          drawn by every rank alike, of (seed, loader, epoch)
     a user's sampler   iterated by every rank under one stream, of (seed, loader, epoch)
-    the dataset        read under a stream of its own, of (seed, loader, epoch, rank, worker)
+    a batch            read under a stream of its own, of (seed, loader, epoch, rank, place in the
+                       order), so that it is the same whoever reads it: any worker, a resumed run
+    an IterableDataset read by every rank and worker under one stream, of (seed, loader, epoch)
 
-A DataLoader worker is a process of its own, so its global generators simply are its stream. In
-the rank's own process a stream is swapped into the global generators and out again.
+A DataLoader worker is a process of its own: its global generators are seeded, by the indices of a
+batch as they arrive there. In the rank's own process a stream is swapped into the global
+generators and out again.
 """
 
 from __future__ import annotations
@@ -15,10 +18,10 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils.data import get_worker_info
 
 from distribute.sharding import derive
 
@@ -70,19 +73,58 @@ class RandomStream:
             yield item
 
 
+@contextmanager
+def kept_outside() -> Generator[None]:
+    """The global generators may be seeded meanwhile; they are as before after it."""
+    outside = _capture()
+    try:
+        yield
+    finally:
+        _restore(outside)
+
+
+def drive_guarded(iterator: Iterator[T]) -> Iterator[T]:
+    """Yields what an iterator yields, and lets it seed the global generators as it likes."""
+    while True:
+        with kept_outside():
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+        yield item
+
+
 def seed_generators(seed: int) -> None:
     """Seeds torch's CPU generator, `random`, and numpy if it is loaded."""
-    # Not torch.manual_seed: in a worker it would queue a call per device at every epoch.
-    _restore(_seeded(seed))
+    # Not torch.manual_seed: in a worker it would queue a call per device at every batch.
+    torch.default_generator.manual_seed(seed % 2**63)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        # One of our own, because seeding changes it in place; the one outside is kept as it is.
+        numpy.random.set_bit_generator(_numpy_generator(numpy))
+        numpy.random.seed(_words(seed))
+
+
+@cache
+def _numpy_generator(numpy: Any) -> Any:
+    return numpy.random.MT19937(0)
+
+
+def _words(seed: int) -> list[int]:
+    return [seed >> shift & 0xFFFFFFFF for shift in range(0, 256, 32)]
 
 
 def _seeded(seed: int) -> _States:
-    numpy = sys.modules.get("numpy")
-    words = [seed >> shift & 0xFFFFFFFF for shift in range(0, 256, 32)]
+    """Returns the states that `seed_generators` sets."""
+    numpy, generator = sys.modules.get("numpy"), None
+    if numpy is not None:
+        generator = numpy.random.MT19937(0)
+        generator.state = numpy.random.RandomState(_words(seed)).get_state(legacy=False)
     return _States(
         torch.Generator().manual_seed(seed % 2**63).get_state(),
         random.Random(seed).getstate(),
-        None if numpy is None else numpy.random.MT19937(words),
+        generator,
         None,
     )
 
@@ -112,7 +154,7 @@ def _restore(states: _States) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoaderKey:
-    """What the streams of one rank's loader are derived from at one of its epochs.
+    """What one rank's loader reads at one of its epochs, and what its streams are derived from.
 
     Attributes:
         seed: Seed of the data order.
@@ -120,6 +162,8 @@ class LoaderKey:
         rank: The rank.
         epoch: The epoch.
         drawn: What the user's own `generator` gave for this epoch, or 0.
+        start: What has been read of the epoch in an earlier run, in the terms of the loader's
+            feed; None if nothing.
     """
 
     seed: int
@@ -127,12 +171,17 @@ class LoaderKey:
     rank: int
     epoch: int = 0
     drawn: int = 0
+    start: Any = None
 
     def shared(self, purpose: str) -> int:
         """Returns a seed that is the same on every rank and in every worker."""
         return derive(purpose, self.seed, self.ordinal, self.epoch)
 
-    def own(self, worker: int) -> int:
+    def batch(self, position: int) -> int:
+        """Returns the seed of this rank's batch that begins at a position of the order."""
+        return derive("batch", *self._own, position)
+
+    def worker(self, worker: int) -> int:
         """Returns the seed of one worker; the rank's own process counts as worker 0."""
         return derive("worker", *self._own, worker)
 
@@ -158,75 +207,59 @@ class WorkerStart:
 
     def __call__(self, worker: int) -> None:
         """Runs in a worker, before it reads the dataset."""
-        seed_generators(self.key.own(worker))
+        seed_generators(self.key.worker(worker))
         if self._user_fn is not None:
             self._user_fn(worker)
 
 
-# In a worker that outlives an epoch: the last one it heard of.
-_heard: Announcement | None = None
+class Parcel:
+    """Indices on their way to a worker, which unpickles them just before it reads the dataset.
 
-
-@dataclass(frozen=True, slots=True)
-class Announcement:
-    """Tells a persistent worker that an epoch has begun, which torch doesn't.
-
-    Attributes:
-        iteration: Counts the loader's iterations, because an epoch may be repeated.
-        key: The epoch's key.
+    Args:
+        indices: The indices.
+        on_arrival: Called in the worker; it is pickled.
     """
 
-    iteration: int
-    key: LoaderKey
-
-    def hear(self) -> None:
-        """Gives this worker its stream of the epoch, the first time that it hears of it."""
-        global _heard
-        info = get_worker_info()
-        if self == _heard or info is None:
-            return
-        _heard = self
-        seed_generators(self.key.own(info.id))
-
-
-def worker_key(started_with: LoaderKey) -> LoaderKey:
-    """Returns the key of the epoch that this worker is in."""
-    return started_with if _heard is None else _heard.key
-
-
-class Announced:
-    """An index sampler whose items carry an announcement to the worker that gets them.
-
-    Attributes:
-        announcement: What the items of the next `iter()` carry; None in the first, of which the
-            workers know by being started.
-    """
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-        self.announcement: Announcement | None = None
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        indices: Iterator[Any] = iter(self._sampler)
-        if self.announcement is None:
-            return indices
-        announcement = self.announcement
-        return (_Parcel(item, announcement) for item in indices)
-
-
-class _Parcel:
-    """Indices on their way to a worker, which unpickles them just before it reads the dataset."""
-
-    def __init__(self, indices: Any, announcement: Announcement) -> None:
-        self._contents = (indices, announcement)
+    def __init__(self, indices: Any, on_arrival: Callable[[], None]) -> None:
+        self._contents = (indices, on_arrival)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unwrap, self._contents
 
 
-def _unwrap(indices: Any, announcement: Announcement) -> Any:
-    announcement.hear()
+def _unwrap(indices: Any, on_arrival: Callable[[], None]) -> Any:
+    on_arrival()
     return indices
+
+
+# In a worker that outlives an epoch: the key of the last one it heard of.
+_heard: LoaderKey | None = None
+
+
+def worker_key(started_with: LoaderKey) -> LoaderKey:
+    """Returns the key of the epoch that this worker is in."""
+    return started_with if _heard is None else _heard
+
+
+def _hear(key: LoaderKey) -> None:
+    global _heard
+    _heard = key
+
+
+class Announced:
+    """An index sampler that tells persistent workers of each epoch, which torch doesn't.
+
+    Attributes:
+        key: The epoch's key, set before each `iter()`.
+    """
+
+    def __init__(self, sampler: Any, key: LoaderKey) -> None:
+        self._sampler = sampler
+        self.key = key
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        hear = partial(_hear, self.key)
+        return (Parcel(indices, hear) for indices in self._sampler)

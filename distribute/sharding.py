@@ -31,12 +31,16 @@ class Batch(NamedTuple, Generic[T]):
 
     Attributes:
         items: The rank's items, in order.
+        start: Where they begin in the global order; different for each rank and step.
+        stop: Where the next step begins: what stands before it has been taken by some rank.
         weight: The rank's number of samples over the mean number of all ranks at this step.
             The mean over the ranks of `weight * (mean over the rank's samples)` is the mean over
             all samples of the step.
     """
 
     items: list[T]
+    start: int
+    stop: int
     weight: float
 
 
@@ -62,15 +66,28 @@ class Split:
     global_batch: int
     uneven: Uneven
 
-    def count(self, total: int) -> int:
-        """Returns the number of batches of this rank, for an order of `total` samples."""
-        full, tail = self._cut(total)
+    def facts(self) -> dict[str, object]:
+        """Returns what must be equal on all ranks, in words."""
+        return {"a global batch size of": self.global_batch, "uneven of": self.uneven}
+
+    def count(self, total: int, start: int = 0) -> int:
+        """Returns the number of batches of this rank, for an order of `total` samples.
+
+        Args:
+            total: Number of samples.
+            start: How many of them have been taken before, by whatever split.
+        """
+        full, tail = self._cut(total - start)
         return full + sum(self.rank < size for size in tail)
 
-    def steps(self, total: int) -> Iterator[range]:
-        """Yields the positions of each step; those from `total` on repeat the order's start."""
-        full, tail = self._cut(total)
-        start = 0
+    def steps(self, total: int, start: int = 0) -> Iterator[range]:
+        """Yields the positions of each step; those from `total` on repeat the order's beginning.
+
+        Args:
+            total: Number of samples.
+            start: Where the first step begins.
+        """
+        full, tail = self._cut(total - start)
         for size in chain(repeat(self.global_batch, full), tail):
             yield range(start, start + size)
             start += size
@@ -82,33 +99,60 @@ class Split:
         start = rank * least + min(rank, more)
         return step[start : start + least + (rank < more)]
 
-    def batches(self, order: Sequence[T] | torch.Tensor) -> Iterator[Batch[T]]:
-        """Yields this rank's batches of an order that can be indexed."""
-        start: list[T] = _listed(order[: self.world_size])
-        for step in self.steps(len(order)):
+    def positions(self, total: int, start: int, stop: int) -> list[list[int]]:
+        """Returns the positions that each rank reads, in its order; those from `total` on repeat.
+
+        Args:
+            total: Number of samples.
+            start: Where the first step begins.
+            stop: Where the last one ends.
+        """
+        ranks: list[list[int]] = [[] for _ in range(self.world_size)]
+        for step in self.steps(total, start):
+            if min(step.stop, total) > stop:
+                break
+            for rank, positions in enumerate(ranks):
+                positions += self.share(step, rank)
+        return ranks
+
+    def batches(self, order: Sequence[T] | torch.Tensor, start: int = 0) -> Iterator[Batch[T]]:
+        """Yields this rank's batches of an order that can be indexed.
+
+        Args:
+            order: The global order.
+            start: Where the first step begins in it.
+        """
+        head: list[T] = _listed(order[: self.world_size])
+        for step in self.steps(len(order), start):
             share = self.share(step)
             if share:
                 weight = len(share) * self.world_size / len(step)
-                yield Batch(_pick(order, start, share), weight)
+                stop = min(step.stop, len(order))
+                yield Batch(_pick(order, head, share), share.start, stop, weight)
 
     def batches_of(
-        self, order: Iterable[T], samples: Callable[[T], int] | None = None
+        self, order: Iterable[T], samples: Callable[[T], int] | None = None, start: int = 0
     ) -> Iterator[Batch[T]]:
         """Yields this rank's batches of an order that is read as it comes, endless ones too.
 
         Args:
             order: The global order; two steps of it are held at a time.
             samples: Number of samples of an item, for the weights; by default an item is one.
+            start: Where the first step begins in it; what stands before is read and passed over.
         """
-        start: list[T] = []
-        for window in windows(order, self.global_batch):
-            start = start or window[: self.world_size]
+        iterator = iter(order)
+        head = list(islice(iterator, self.world_size))
+        done = start
+        for window in windows(islice(chain(head, iterator), start, None), self.global_batch):
             for step in self.steps(len(window)):
-                items = _pick(window, start, step)
+                items = _pick(window, head, step)
                 share = self.share(range(len(step)))
                 if share:
                     weight = self._weight(items, share, samples)
-                    yield Batch(items[share.start : share.stop], weight)
+                    stop = done + min(step.stop, len(window))
+                    first = done + step.start + share.start
+                    yield Batch(items[share.start : share.stop], first, stop, weight)
+            done += len(window)
 
     def _cut(self, total: int) -> tuple[int, tuple[int, ...]]:
         """Returns the number of full steps and the sizes of those after them."""
@@ -130,6 +174,26 @@ class Split:
         sizes = [samples(item) for item in items]
         # A step of empty batches has no mean to weigh.
         return sum(sizes[share.start : share.stop]) * self.world_size / (sum(sizes) or 1)
+
+
+class Taken(NamedTuple):
+    """What all ranks and workers together have read of a sequence of items.
+
+    Item `i` was in shard `i % len(counts)`, and `counts` says how many of each shard were read.
+    """
+
+    counts: tuple[int, ...]
+
+    def rest(self, items: Iterable[T]) -> Iterator[T]:
+        """Yields the items that were not read."""
+        shards = len(self.counts)
+        return (one for i, one in enumerate(items) if i // shards >= self.counts[i % shards])
+
+    def left(self, total: int) -> int:
+        """Returns how many of a number of items were not read."""
+        shards = len(self.counts)
+        sizes = (len(range(shard, total, shards)) for shard in range(shards))
+        return sum(max(size - count, 0) for size, count in zip(sizes, self.counts, strict=True))
 
 
 def windows(order: Iterable[T], size: int) -> Iterator[list[T]]:
@@ -166,11 +230,11 @@ def derive(purpose: str, *key: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _pick(order: Sequence[T] | torch.Tensor, start: list[T], positions: range) -> list[T]:
-    """Returns the items at some positions; those past the end are taken from `start`."""
+def _pick(order: Sequence[T] | torch.Tensor, head: list[T], positions: range) -> list[T]:
+    """Returns the items at some positions; those past the end are taken from `head`."""
     items = _listed(order[positions.start : positions.stop])
     repeated = range(max(positions.start, len(order)), positions.stop)
-    return items + [start[(position - len(order)) % len(start)] for position in repeated]
+    return items + [head[(position - len(order)) % len(head)] for position in repeated]
 
 
 def _listed(part: Sequence[T] | torch.Tensor) -> list[T]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ class World:
         seed: Seed of the data order; rank 0 fixed it and every rank has the same.
         grouped: Whether a torch process group exists; false in a world of one that has none.
         restart_count: How often the world was started again after a failure.
+        epochs: Of each loader of the call, by its ordinal, the epoch that it has begun last. It
+            alone changes during a call.
     """
 
     rank: int
@@ -38,3 +40,4 @@ class World:
     seed: int
     grouped: bool
     restart_count: int = 0
+    epochs: dict[int, int] = field(default_factory=dict[int, int], compare=False)

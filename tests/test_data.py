@@ -28,6 +28,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from distribute import Context, run
 from distribute.data import ShardedLoader, dataloader
 from distribute.errors import RequestError
 from distribute.transfer import move
@@ -362,6 +363,45 @@ def test_an_existing_loader_keeps_its_settings() -> None:
     assert [batch.tolist() for batch in given] == [[4 * n, 4 * n + 2] for n in range(5)]
 
 
+def noted(worker: int) -> None:
+    torch.set_num_threads(1 + worker)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"collate_fn": double, "drop_last": True},
+        {
+            "num_workers": 2,
+            "prefetch_factor": 3,
+            "persistent_workers": True,
+            "timeout": 60,
+            "worker_init_fn": noted,
+            "multiprocessing_context": "fork",
+            "in_order": True,
+        },
+        {"num_workers": 1, "multiprocessing_context": "forkserver", "persistent_workers": False},
+        {"shuffle": True, "generator": torch.Generator()},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_every_setting_of_an_existing_loader_is_that_of_the_one_underneath(
+    settings: dict[str, Any],
+) -> None:
+    given = DataLoader(torch.arange(12), batch_size=3, **settings)  # type: ignore[arg-type]
+    before = dict(vars(given))
+
+    made = dataloader(world(), given, ordinal=0)
+
+    ours = {"batch_sampler", "worker_init_fn"}  # which call the user's
+    for name, value in before.items():
+        if name not in ours:
+            assert vars(made.loader)[name] is value, name
+    assert vars(given) == before
+    if settings.get("multiprocessing_context") != "forkserver":  # which takes seconds to start
+        assert sum(len(batch) for batch in made) == 12
+
+
 def test_the_workers_of_an_existing_loader_stay_its_own() -> None:
     data = torch.arange(8)
     given = DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
@@ -529,6 +569,30 @@ def test_a_sampler_that_divides_the_samples_itself_is_left_to_it() -> None:
         )
 
 
+class OwnBatches(BatchSampler):
+    """Batches of whatever sampler it is given, as people write them to group by length."""
+
+
+def test_a_batch_sampler_over_a_sampler_that_divides_is_not_shared_out_again() -> None:
+    ranks = []
+    for rank in range(2):
+        sampler = DistributedSampler(torch.arange(8), 2, rank, shuffle=False)  # type: ignore[arg-type, var-annotated]
+        given = DataLoader(torch.arange(8), batch_sampler=OwnBatches(sampler, 2, False))  # type: ignore[arg-type]
+        ranks.append(lists(dataloader(world(rank, 2), given, ordinal=0)))
+
+    assert ranks == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_loader_is_not_shared_out_twice(stream: bool) -> None:
+    data = Counting(8) if stream else torch.arange(8)
+    loader = dataloader(world(0, 2), data, ordinal=0, batch_size=2)
+
+    for again in (loader, loader.loader):
+        with pytest.raises(RequestError, match="shared out among the ranks already"):
+            dataloader(world(0, 2), again, ordinal=1)
+
+
 # -- batch samplers ----------------------------------------------------------------------------
 
 
@@ -541,6 +605,11 @@ class Buckets(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return len(self.batches)
+
+
+class ShuffledBuckets(Buckets):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(random.sample(self.batches, len(self.batches)))
 
 
 FIVE = [[0, 1, 2], [3], [4, 5], [6, 7], [8]]
@@ -931,6 +1000,70 @@ def test_an_existing_loader_of_a_stream() -> None:
     assert lists(dataloader(world(), batched, ordinal=0)) == [[0, 1], [2, 3]]
     assert list(dataloader(world(), single, ordinal=0)) == [0, 1, 2]
     assert list(single) == [0, 1, 2]
+
+
+# -- bringing values together ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shuffle": True},
+        {"shuffle": True, "uneven": "balance"},
+        {"shuffle": False},
+        {"uneven": "pad"},
+        {"shuffle": True, "num_workers": 2},
+    ],
+)
+def test_values_come_back_in_the_order_of_the_dataset(size: int, options: dict[str, Any]) -> None:
+    data = torch.arange(20) ** 2
+
+    def of_rank(ctx: Context) -> tuple[Any, Any, Any]:
+        loader = ctx.dataloader(data, batch_size=3, **options)
+        for _ in range(2):  # each epoch has an order of its own
+            read = torch.cat(list(loader))
+            values = torch.stack([read, -read], 1)
+            gathered = ctx.gather_samples(values, loader)
+        words = ctx.gather_samples([str(one) for one in read.tolist()], loader)
+        return ctx.world_size, gathered, words
+
+    method = {} if size == 1 else {"start_method": "fork", "timeout": 30}
+    ranks = run(of_rank, devices=size, returns="all", **method)
+
+    assert len(ranks) == size
+    for world_size, gathered, words in ranks:
+        assert world_size == size
+        assert gathered.tolist() == [[n * n, -n * n] for n in range(20)]
+        assert words == [str(n * n) for n in range(20)]
+
+
+def test_values_of_what_was_dropped_or_not_read_are_left_out() -> None:
+    made = loaders(2, torch.arange(11), batch_size=2, drop_last=True)
+    assert made[0].in_dataset_order([flat(lists(loader)) for loader in made]) == list(range(8))
+
+    made = loaders(2, torch.arange(11), batch_size=2)
+    begun = [[next(iter(loader)).tolist()] for loader in made]
+    assert made[0].in_dataset_order([flat(batches) for batches in begun]) == [0, 1, 2, 3]
+
+    sampled = loaders(2, torch.arange(11), batch_size=2, sampler=[5, 5, 9, 1, 0])
+    values = [flat(lists(loader)) for loader in sampled]
+    assert sampled[0].in_dataset_order(values) == [5, 5, 9, 1, 0]
+
+
+def test_values_without_an_order_are_refused() -> None:
+    loader = dataloader(world(), torch.arange(4), ordinal=0)
+    list(loader)
+    with pytest.raises(RequestError, match="3 values on rank 0"):
+        loader.in_dataset_order([[1, 2, 3]])
+    buckets = dataloader(world(), torch.arange(9), ordinal=0, batch_sampler=Buckets(FIVE))
+    list(buckets)
+    with pytest.raises(RequestError, match="batch sampler"):
+        buckets.in_dataset_order([list(range(9))])
+    stream = dataloader(world(), Counting(2), ordinal=0)
+    list(stream)
+    with pytest.raises(RequestError, match="stream"):
+        stream.in_dataset_order([[0, 1]])
 
 
 # -- refusals ----------------------------------------------------------------------------------

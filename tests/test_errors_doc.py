@@ -906,6 +906,7 @@ def data_order(ground: Ground) -> list[str]:
 def data_loader(ground: Ground) -> list[str]:
     return [
         _loaded(DataLoader(DATA, 2), shuffle=True),  # type: ignore[arg-type]
+        alone(lambda ctx: ctx.dataloader(ctx.dataloader(DATA).loader)),
         _loaded(DataLoader(DATA, batch_size=None)),  # type: ignore[arg-type]
     ]
 
@@ -938,7 +939,60 @@ def data_unknown(ground: Ground) -> list[str]:
         loader = ctx.dataloader(DATA, num_workers=1, in_order=False)
         _ = loader.weight
 
-    return [alone(lambda ctx: len(ctx.dataloader(Numbers(), sharded=True))), alone(unordered)]
+    def unordered_place(ctx: Context) -> None:
+        ctx.dataloader(DATA, num_workers=1, in_order=False).state_dict()
+
+    def place_in_stream(ctx: Context) -> None:
+        loader = ctx.dataloader(Numbers(), sharded=True)
+        for _ in loader:
+            loader.state_dict()
+
+    return [
+        alone(lambda ctx: len(ctx.dataloader(Numbers(), sharded=True))),
+        alone(unordered),
+        alone(unordered_place),
+        alone(place_in_stream),
+    ]
+
+
+@producer
+def data_state(ground: Ground) -> list[str]:
+    def resumed(state: dict[str, Any] | None = None, **options: Any) -> Callable[[Context], None]:
+        def fn(ctx: Context) -> None:
+            saved = ctx.dataloader(DATA)
+            next(iter(saved))
+            ctx.dataloader(DATA, **options).load_state_dict(state or saved.state_dict())
+
+        return fn
+
+    return [
+        alone(resumed({"model": 1, "optimizer": 2})),
+        alone(resumed(generator=torch.Generator())),
+        alone(resumed(shuffle=True)),
+    ]
+
+
+@producer
+def data_values(ground: Ground) -> list[str]:
+    def gathered(data: Any, values: list[int], **options: Any) -> Callable[[Context], None]:
+        def fn(ctx: Context) -> None:
+            loader = ctx.dataloader(data, **options)
+            if not loader.loader.num_workers:
+                list(loader)
+            ctx.gather_samples(values, loader)
+
+        return fn
+
+    return [
+        alone(gathered(DATA, [1, 2])),
+        alone(gathered(DATA, DATA, batch_sampler=[[n] for n in DATA])),
+        alone(gathered(DATA, DATA, num_workers=1, in_order=False)),
+    ]
+
+
+@producer
+def data_differs(ground: Ground) -> list[str]:
+    return [on_two(lambda ctx: ctx.dataloader(DATA[ctx.rank :]))]
 
 
 # -- collectives -------------------------------------------------------------------------------

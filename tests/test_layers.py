@@ -28,8 +28,9 @@ failure
 context
 model data
 loading
-asked indices iterables progress transfer
-collectives randomness
+asked iterables progress transfer
+indices
+alike collectives randomness
 sharding
 ending deadline meeting outcome link
 state task

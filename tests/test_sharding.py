@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from distribute.sharding import Batch, Split, Uneven, derive, permutation, windows
+from distribute.sharding import Batch, Split, Taken, Uneven, derive, permutation, windows
 
 totals = st.integers(0, 200)
 worlds = st.integers(1, 8)
@@ -31,7 +31,7 @@ def of_all(
 
 def in_turn(ranks: list[list[Batch[int]]]) -> list[int]:
     """The order in which all ranks together read: step by step, rank by rank."""
-    steps = zip_longest(*ranks, fillvalue=Batch([], 0.0))
+    steps = zip_longest(*ranks, fillvalue=Batch([], 0, 0, 0.0))
     return [item for step in steps for batch in step for item in batch.items]
 
 
@@ -110,7 +110,7 @@ def test_weighted_rank_means_average_to_the_mean_over_the_samples(
     order = [7 * position % 31 for position in range(total)]
     ranks = [list(s.batches(order)) for s in splits(world_size, global_batch, uneven)]
 
-    for step in zip_longest(*ranks, fillvalue=Batch([], 0.0)):
+    for step in zip_longest(*ranks, fillvalue=Batch([], 0, 0, 0.0)):
         samples = [item for batch in step for item in batch.items]
         weighted = [
             batch.weight * sum(batch.items) / len(batch.items) for batch in step if batch.items
@@ -211,6 +211,143 @@ def test_a_permutation_depends_on_its_seed_alone(total: int, seed: int) -> None:
 
     assert sorted(order) == list(range(total))
     assert order == permutation(total, seed).tolist()
+
+
+# -- resuming ----------------------------------------------------------------------------------
+
+
+def stops(ranks: list[list[Batch[int]]]) -> list[int]:
+    """Where each step ends: what a state that is saved after it holds."""
+    return [0, *(batch.stop for batch in ranks[0])]
+
+
+@given(totals, worlds, per_rank, policies, st.booleans(), st.data())
+def test_resumed_alike_the_rest_is_that_of_the_uninterrupted_epoch(
+    total: int,
+    world_size: int,
+    batch_size: int,
+    uneven: Uneven,
+    shuffle: bool,
+    data: st.DataObject,
+) -> None:
+    order = order_of(total, shuffle)
+    ranks = of_all(world_size, batch_size, uneven, order)
+    done = data.draw(st.integers(0, len(ranks[0])))
+    start = stops(ranks)[done]
+
+    for split, batches in zip(
+        splits(world_size, world_size * batch_size, uneven), ranks, strict=True
+    ):
+        assert list(split.batches(order, start)) == batches[done:]
+        assert list(split.batches_of(iter(order), start=start)) == batches[done:]
+        assert split.count(total, start) == len(batches[done:])
+
+
+@given(totals, st.lists(st.tuples(worlds, per_rank), min_size=2, max_size=4), st.data())
+def test_resumed_in_any_other_world_every_sample_is_read_once_in_the_same_order(
+    total: int, worlds_and_batches: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    order = order_of(total, True)
+    read: list[int] = []
+    start = 0
+    for turn, (world_size, batch_size) in enumerate(worlds_and_batches):
+        split = splits(world_size, world_size * batch_size, "balance")
+        ranks = [list(one.batches(order, start)) for one in split]
+        counts = [len(batches) for batches in ranks]
+        assert counts == [one.count(total, start) for one in split]
+        if total - start >= world_size:
+            assert len(set(counts)) == 1
+        last = turn == len(worlds_and_batches) - 1
+        done = counts[0] if last else data.draw(st.integers(0, counts[0]))
+        read += in_turn([batches[:done] for batches in ranks])
+        start = [start, *(batch.stop for batch in ranks[0])][done]
+        assert read == order[:start]
+
+    assert read == order
+
+
+@given(totals, worlds, per_rank, worlds, per_rank, st.data())
+def test_resumed_elsewhere_padding_and_dropping_are_those_of_the_rest(
+    total: int, before: int, batch: int, after: int, other: int, data: st.DataObject
+) -> None:
+    order = order_of(total, True)
+    start = data.draw(st.sampled_from(stops(of_all(before, batch, "drop", order))))
+    step = after * other
+
+    padded = [list(one.batches(order, start)) for one in splits(after, step, "pad")]
+    dropped = [list(one.batches(order, start)) for one in splits(after, step, "drop")]
+
+    left = order[start:]
+    assert in_turn(dropped) == left[: len(left) - len(left) % step]
+    assert in_turn(padded)[: len(left)] == left
+    assert len(in_turn(padded)) - len(left) == -len(left) % after
+    assert len({len(batches) for batches in padded}) == 1
+
+
+@given(totals, worlds, per_rank, policies)
+def test_every_batch_of_a_rank_begins_at_a_place_of_its_own(
+    total: int, world_size: int, batch_size: int, uneven: Uneven
+) -> None:
+    ranks = of_all(world_size, batch_size, uneven, order_of(total, False))
+
+    starts = [batch.start for batches in ranks for batch in batches]
+
+    assert len(set(starts)) == len(starts)
+
+
+def steps_of_streams(
+    items: list[int], world_size: int, workers: int, batch_size: int
+) -> list[list[tuple[int, list[int]]]]:
+    """The steps of streams: for each rank, the worker that made its batch, and the batch.
+
+    A rank's workers give a batch in turn; who has none left is passed over. The ranks stop
+    together.
+    """
+    ranks: list[list[tuple[int, list[int]]]] = []
+    for rank in range(world_size):
+        shards = [
+            iter(items[rank * workers + worker :: world_size * workers])
+            for worker in range(workers)
+        ]
+        turns = [
+            [list(islice(shard, batch_size)) for _ in range(len(items) + 1)] for shard in shards
+        ]
+        ranks.append(
+            [
+                (worker, turn[worker])
+                for turn in zip(*turns, strict=True)
+                for worker in range(workers)
+                if turn[worker]
+            ]
+        )
+    return [list(step) for step in zip(*ranks, strict=False)]
+
+
+@given(
+    st.integers(0, 60),
+    st.lists(
+        st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(1, 5)), min_size=2, max_size=4
+    ),
+    st.data(),
+)
+def test_what_is_left_of_a_stream_is_what_nobody_has_read(
+    total: int, runs: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
+    items, length = list(range(total)), total
+    read: list[int] = []
+    for world_size, num_workers, batch_size in runs:
+        workers = max(num_workers, 1)
+        steps = steps_of_streams(items, world_size, workers, batch_size)
+        counts = [0] * (world_size * workers)
+        for step in steps[: data.draw(st.integers(0, len(steps)))]:
+            for rank, (worker, batch) in enumerate(step):
+                counts[rank * workers + worker] += len(batch)
+                read += batch
+        taken = Taken(tuple(counts))
+        items, length = list(taken.rest(items)), taken.left(length)
+        assert length == len(items)
+        assert items == sorted(items)
+        assert sorted(read + items) == list(range(total))
 
 
 def test_derived_seeds_differ_where_sums_would_not() -> None:
