@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distribute import collectives, data, record
+from distribute import barriers, collectives, data, record, reduction
 from distribute import model as models
 from distribute.ambient import Fold
 from distribute.changes import follow
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
 P = ParamSpec("P")
+
+_FIRST = "main_process_first"
 
 
 class Context:
@@ -174,25 +176,73 @@ class Context:
 
     # -- collectives ---------------------------------------------------------------------------
 
-    def all_reduce(self, value: T, op: str = "sum") -> T:
+    def all_reduce(
+        self,
+        value: T,
+        op: str = "sum",
+        *,
+        weight: float | None = None,
+        differentiable: bool = False,
+    ) -> T:
         """Reduces a value over all ranks; every rank gets the result. The input is unchanged.
 
         Args:
             value: A tensor, a number, or nested containers of them; equal in shape on all ranks.
-            op: `"sum"`, `"mean"`, `"min"`, `"max"` or `"product"`.
+            op: `"sum"` (default), `"mean"`, `"min"`, `"max"` or `"product"`. The mean of ints is
+                a float, the sum of bools a count, and small ints and halves do not overflow on
+                the way.
+            weight: For a mean, how much this rank's value counts, such as its number of samples.
+                Default: as much as any other.
+            differentiable: Whether backward leads through it, for sums and means. Default False.
+
+        Raises:
+            RequestError: The operation is not defined for what was given.
+            CollectiveMismatch: The ranks came to different collectives, or with different values.
         """
         with record.operation("all_reduce"):
-            return collectives.all_reduce(self._world, value, op)
+            return reduction.all_reduce(
+                self._world, value, op, weight=weight, differentiable=differentiable
+            )
 
-    def all_gather(self, value: T) -> list[T]:
-        """Returns the list of every rank's value, by rank. Tensors may differ in size."""
+    def reduce(
+        self, value: T, dst: int = 0, op: str = "sum", *, weight: float | None = None
+    ) -> T | None:
+        """Reduces a value as `all_reduce` does; rank `dst` gets the result, the others None."""
+        with record.operation("reduce"):
+            return reduction.reduce(self._world, value, dst, op, weight=weight)
+
+    def all_gather(self, value: T, *, differentiable: bool = False) -> list[T]:
+        """Returns the list of every rank's value, by rank.
+
+        Args:
+            value: A tensor, whose shape may be another on every rank (its dtype may not), any
+                picklable object, or nested containers of them.
+            differentiable: Whether backward leads through it. Default False.
+
+        Raises:
+            RequestError: A rank's value cannot be sent.
+            CollectiveMismatch: The ranks came to different collectives, or with other dtypes.
+        """
         with record.operation("all_gather"):
-            return collectives.all_gather(self._world, value)
+            return collectives.all_gather(self._world, value, differentiable=differentiable)
+
+    def gather(self, value: T, dst: int = 0) -> list[T] | None:
+        """Returns what `all_gather` does on rank `dst`, and None on the others."""
+        with record.operation("gather"):
+            return collectives.gather(self._world, value, dst)
 
     def broadcast(self, value: T, src: int = 0) -> T:
         """Returns rank `src`'s value on every rank; the others may pass None."""
         with record.operation("broadcast"):
             return collectives.broadcast(self._world, value, src)
+
+    def scatter(self, values: Sequence[T] | None, src: int = 0) -> T:
+        """Returns to every rank its own of rank `src`'s values, which are one for each rank.
+
+        The others may pass None.
+        """
+        with record.operation("scatter"):
+            return collectives.scatter(self._world, values, src)
 
     def all_gather_object(self, value: T) -> list[T]:
         """Returns the list of every rank's picklable object, by rank."""
@@ -204,10 +254,19 @@ class Context:
         with record.operation("broadcast_object"):
             return collectives.broadcast_object(self._world, value, src)
 
-    def barrier(self) -> None:
-        """Waits until all ranks are here."""
-        with record.operation("barrier"):
-            collectives.barrier(self._world)
+    def barrier(self, *, timeout: float | None = None, name: str = "") -> None:
+        """Waits until all ranks are here.
+
+        Args:
+            timeout: Seconds to wait. Default: as long as for any collective, see `timeout` of
+                the call.
+            name: What it is for, to be seen in errors; the same on all ranks.
+
+        Raises:
+            BarrierTimeout: On every rank, and it names those that had not come in time.
+        """
+        with record.operation(f"barrier {name!r}" if name else "barrier"):
+            barriers.barrier(self._world, timeout=timeout, name=name)
 
     # -- one rank at a time --------------------------------------------------------------------
 
@@ -228,10 +287,10 @@ class Context:
                 failure = f"{type(error).__name__}: {error}"
                 raise
             finally:
-                collectives.from_main(self._world, failure)
+                barriers.from_main(self._world, failure, _FIRST)
             return
-        with record.operation("main_process_first"):
-            failure = collectives.from_main(self._world, None)
+        with record.operation(_FIRST):
+            failure = barriers.from_main(self._world, None, _FIRST)
         if failure is not None:
             told = MainFailed(f"rank 0 failed in main_process_first: {failure}")
             raise _of_main(told)
@@ -257,9 +316,11 @@ class Context:
                 try:
                     report = True, function(*args, **kwargs)
                 except Exception as error:
-                    collectives.from_main(self._world, (False, _to_send(error)))
+                    barriers.from_main(self._world, (False, _to_send(error)), "on_main")
                     raise
-            done, value = cast("tuple[bool, Any]", collectives.from_main(self._world, report))
+            done, value = cast(
+                "tuple[bool, Any]", barriers.from_main(self._world, report, "on_main")
+            )
         if not done:
             raise _of_main(value)
         return cast("T", value)

@@ -29,9 +29,14 @@ context
 model data
 loading
 asked indices iterables progress transfer
-collectives randomness
+barriers randomness
+collectives
+reduction
+scalars
+agreement parcel
 sharding
 ending deadline meeting outcome link
+gradients groups
 state task
 changes
 messages
