@@ -6,7 +6,7 @@ import contextvars
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, overload
 
@@ -113,25 +113,54 @@ class Context:
     # -- model ---------------------------------------------------------------------------------
 
     @overload
-    def model(self, module: M, *, sync_batchnorm: bool = False, **ddp_options: Any) -> M: ...
+    def model(
+        self,
+        module: M,
+        *,
+        sync_batchnorm: bool = False,
+        forward: str | Sequence[str] = (),
+        **ddp_options: Any,
+    ) -> M: ...
     @overload
     def model(
-        self, module: Callable[[], M], *, sync_batchnorm: bool = False, **ddp_options: Any
+        self,
+        module: Callable[[], M],
+        *,
+        sync_batchnorm: bool = False,
+        forward: str | Sequence[str] = (),
+        **ddp_options: Any,
     ) -> M: ...
-    def model(self, module: Any, *, sync_batchnorm: bool = False, **ddp_options: Any) -> Any:
+    def model(
+        self,
+        module: Any,
+        *,
+        sync_batchnorm: bool = False,
+        forward: str | Sequence[str] = (),
+        **ddp_options: Any,
+    ) -> Any:
         """Puts a model on this rank's device and keeps its ranks in step.
 
         Args:
-            module: A module, or a function that makes one (it is made on the device).
-            sync_batchnorm: Whether to convert BatchNorm layers to torch's SyncBatchNorm.
+            module: A module, or a function that makes one (it is made on the device). What is on
+                the meta device gets memory and the values of `reset_parameters()`.
+            sync_batchnorm: Whether to convert BatchNorm layers to torch's SyncBatchNorm. Default
+                False.
+            forward: Names of methods, beside its forward, whose gradients are synchronised, such
+                as `"loss"`. Default none.
             **ddp_options: Options of `torch.nn.parallel.DistributedDataParallel`.
 
         Returns:
             The module wrapped in DDP, usable as the module itself (hence its type). In a world of
             one, and without trainable parameters, the module itself.
+
+        Raises:
+            TypeError: DDP has no such option.
+            RequestError: It cannot be done with this module; later, from a forward or backward
+                pass, that gradients would not be synchronised.
+            CollectiveMismatch: The ranks do not all wrap the same module here.
         """
         wrapped: nn.Module = models.wrap(
-            self._world, module, sync_batchnorm=sync_batchnorm, **ddp_options
+            self._world, module, sync_batchnorm=sync_batchnorm, forward=forward, **ddp_options
         )
         self._fold()
         for one in self._optimizers:
@@ -149,6 +178,23 @@ class Context:
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
         """Returns a context in which backward passes do not synchronise gradients."""
         return models.no_sync(module)
+
+    def accumulate(
+        self, module: nn.Module | Sequence[nn.Module], loader: Iterable[T], n: int
+    ) -> Iterator[tuple[T, bool]]:
+        """Yields each batch and whether to step after it: every n-th time, and the last time.
+
+        Gradients are synchronised just there. Divide the loss by `n`.
+
+        Args:
+            module: The model, or the models, that the loop trains.
+            loader: The batches. Without a length it is read one batch ahead.
+            n: How many batches make a step.
+
+        Raises:
+            RequestError: `n` is not a number of batches, or `static_graph` was asked for.
+        """
+        return models.accumulate(module, loader, n)
 
     def sync_buffers(self, module: nn.Module) -> None:
         """Gives every rank rank 0's buffers, such as BatchNorm's running statistics."""

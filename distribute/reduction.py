@@ -203,7 +203,7 @@ def _linked(
     def adjoint(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [one * scale for one in summed_gradients(world, call, gradients)]
 
-    members = [index for index, one in enumerate(results) if has_gradient(tensors[index])]
+    members = [index for index, tensor in enumerate(tensors) if has_gradient(tensor)]
     linked = attach([tensors[i] for i in members], [results[i] for i in members], adjoint)
     found = dict(zip(members, linked, strict=True))
     return [found.get(index, one) for index, one in enumerate(results)]

@@ -27,6 +27,8 @@ report arrival stopping
 failure
 context
 model data
+replica
+watch
 loading
 asked indices iterables progress transfer
 barriers randomness
