@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,56 @@ def test_the_loader_shares_out_and_the_model_averages() -> None:
 
     assert one[1] == two[1] == 3
     assert set(one[0]) | set(two[0]) == set(range(10))
+
+
+def test_one_file_holds_all_that_a_run_goes_on_from(tmp_path: Path) -> None:
+    """Model, optimizer, scheduler, scaler, random numbers: the resumed run is the uninterrupted."""
+    path = tmp_path / "run.pt"
+    numpy = pytest.importorskip("numpy")
+
+    def body(ctx: Context, steps: range, resume: bool) -> tuple[list[float], Any]:
+        model = ctx.model(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        if resume:
+            state = ctx.load(path)
+            assert state["where"] == path
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            scheduler.load_state_dict(state["scheduler"])
+            streams = state["streams"][ctx.rank]
+            torch.set_rng_state(streams["torch"])
+            random.setstate(streams["python"])
+            numpy.random.set_state(streams["numpy"])
+        drawn: list[float] = []
+        for step in steps:
+            optimizer.zero_grad()
+            model(torch.ones(2, 3) * step).square().sum().backward()
+            optimizer.step()
+            scheduler.step()
+            drawn += [random.random(), float(numpy.random.rand()), scheduler.get_last_lr()[0]]
+            streams = {
+                "torch": torch.get_rng_state(),
+                "python": random.getstate(),
+                "numpy": numpy.random.get_state(),
+            }
+            state = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "scheduler": scheduler.state_dict(),
+                "streams": ctx.all_gather_object(streams),
+                "where": path,
+                "step": step,
+            }
+            if step == 2:
+                ctx.save(state, path)
+        return drawn, [one.tolist() for one in model.parameters()]
+
+    whole = run(body, range(6), False, seed=3, returns="all", **FORK)
+    rest = run(body, range(3, 6), True, seed=99, returns="all", **FORK)
+
+    for one, two in zip(whole, rest, strict=True):
+        assert one[0][9:] == two[0]
+        assert one[1] == two[1]
+    assert whole[0][0] != whole[1][0]
+    assert os.listdir(tmp_path) == ["run.pt"]
