@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, overload
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distribute import barriers, collectives, data, record, reduction
+from distribute import barriers, checkpoint, collectives, data, record, reduction
 from distribute import model as models
 from distribute.ambient import Fold
 from distribute.changes import follow
@@ -406,16 +405,19 @@ class Context:
             obj: What to save, such as a dict of state dicts.
             path: Where; missing directories are made.
         """
-        self.on_main(_write, obj, os.fspath(path))
+        self.on_main(checkpoint.write, obj, os.fspath(path))
 
     def load(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
         """Reads a file that `save` wrote; every rank reads it.
+
+        Tensors, plain containers, numbers, strings, paths, numpy arrays and the states of random
+        number generators are read. Anything else is an error, since to read it might run code.
 
         Args:
             path: The file.
             map_location: Where tensors go, as in `torch.load`.
         """
-        return torch.load(os.fspath(path), map_location=map_location, weights_only=True)
+        return checkpoint.read(os.fspath(path), map_location)
 
 
 def _to_send(error: Exception) -> Exception:
@@ -428,24 +430,6 @@ def _of_main(error: BaseException) -> BaseException:
     """Marks an exception as rank 0's: raised here as well, it is no second failure."""
     setattr(error, ORIGIN, 0)
     return error
-
-
-def _write(obj: object, path: str) -> None:
-    directory = os.path.dirname(os.path.abspath(path))
-    os.makedirs(directory, exist_ok=True)
-    descriptor, aside = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=directory)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            torch.save(obj, file)
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(aside, 0o666 & ~umask)
-        os.replace(aside, path)
-    except BaseException:
-        os.unlink(aside)
-        raise
 
 
 _current: contextvars.ContextVar[Context] = contextvars.ContextVar("distribute.current")

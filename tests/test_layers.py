@@ -47,7 +47,7 @@ display machine request place payload home
 record output
 consumer
 sent
-ambient cgroup command devices environment interrupt memory openmp process rendezvous stateful threads tree world
+ambient cgroup checkpoint command devices environment interrupt memory openmp process rendezvous stateful threads tree world
 cells culprit errors lifeline notice
 launchers.__init__
 """  # noqa: E501
