@@ -47,6 +47,6 @@ def _plain_types() -> list[Any]:
     if numpy is not None:
         # What an array is pickled with: its maker, itself, its dtype.
         made = numpy.zeros(0).__reduce__()[0], numpy.float64(0).__reduce__()[0]
-        dtypes = {type(numpy.dtype(one)) for one in "?bhilqBHILQefdFD"}
+        dtypes: set[Any] = {numpy.dtype(one).__class__ for one in "?bhilqBHILQefdFD"}
         found += [*made, numpy.ndarray, numpy.dtype, *dtypes]
     return found

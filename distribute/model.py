@@ -277,17 +277,15 @@ def _on_device(world: World, module: M | Callable[[], M]) -> M:
 
 def _materialised(world: World, module: M) -> M:
     """Gives memory and first values to what is on the meta device."""
-    for name, one in module.named_modules():
-        mine = [
-            (name_, each)
-            for name_, each in (*one._parameters.items(), *one._buffers.items())
-            if each is not None and each.is_meta
-        ]
-        if not mine:
+    layers: dict[str, Any] = dict(cast("nn.Module", module).named_modules())
+    for name, one in layers.items():
+        mine: dict[str, torch.Tensor | None] = {**one._parameters, **one._buffers}
+        bare = [each for each, tensor in mine.items() if tensor is not None and tensor.is_meta]
+        if not bare:
             continue
         reset = getattr(one, "reset_parameters", getattr(one, "_reset_parameters", None))
         if reset is None:
-            full = f"{name}.{mine[0][0]}" if name else mine[0][0]
+            full = f"{name}.{bare[0]}" if name else bare[0]
             raise RequestError(
                 f"{full!r} of {type(module).__name__}, on the meta device",
                 f"{type(one).__name__} has no reset_parameters() that would set its values",

@@ -218,7 +218,8 @@ _SET_LATER = frozenset(
 
 def replica(module: nn.Module, **options: Any) -> DistributedModel:
     """Wraps a module; see `DistributedModel`."""
-    kind = type(getattr(module, "_orig_mod", module))  # torch.compile's wrapper has them all
+    inside: object = getattr(module, "_orig_mod", module)  # torch.compile's wrapper has them all
+    kind = inside.__class__
     # Python looks these up in the class: only a container's wrapper is to have them.
     named = {name: _forwarded(name) for name in _OF_CONTAINERS if hasattr(kind, name)}
     made = type("DistributedModel", (DistributedModel,), named) if named else DistributedModel

@@ -44,13 +44,15 @@ class Watch:
         self, wrapper: DistributedDataParallel, *, find_unused: bool, listen: bool
     ) -> None:
         module = cast("nn.Module", cast("Any", wrapper).module)
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        ignored: set[str] = set(module.__dict__.get("_ddp_params_and_buffers_to_ignore", ()))
+        layers: list[Any] = list(module.modules())
         self._wrapper = weakref.ref(wrapper)
         self._module = module
         self._find_unused = find_unused
-        self._tables = [
-            (name, one._parameters, {**one._parameters}, one._modules, len(one._modules))
-            for name, one in module.named_modules()
+        # Looked at before each forward: of each layer its parameters, then and now, and its parts.
+        self._tables: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = [
+            (one._parameters, {**one._parameters}, one._modules, len(one._modules))
+            for one in layers
         ]
         named = [item for item in module.named_parameters() if item[0] not in ignored]
         self.trained = [name for name, one in named if one.requires_grad]
@@ -73,11 +75,15 @@ class Watch:
             len(now) != len(then)
             or len(children) != count
             or any(now.get(name) is not one for name, one in then.items())
-            for _, now, then, children, count in self._tables
+            for now, then, children, count in self._tables
         )
         if changed:
             known = {id(one) for one in (*self._trained, *self._frozen, *self._ignored)}
-            new = [name for name, one in self._module.named_parameters() if id(one) not in known]
+            new = [
+                name
+                for name, one in self._module.named_parameters()
+                if one.requires_grad and id(one) not in known
+            ]
             if new:
                 raise self._refusal(new, "added or replaced")
         if any(one.requires_grad for one in self._frozen):
