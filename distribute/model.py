@@ -277,7 +277,7 @@ def _on_device(world: World, module: M | Callable[[], M]) -> M:
 
 def _materialised(world: World, module: M) -> M:
     """Gives memory and first values to what is on the meta device."""
-    layers: dict[str, Any] = dict(cast("nn.Module", module).named_modules())
+    layers: dict[str, Any] = dict(cast("Any", module).named_modules())
     for name, one in layers.items():
         mine: dict[str, torch.Tensor | None] = {**one._parameters, **one._buffers}
         bare = [each for each, tensor in mine.items() if tensor is not None and tensor.is_meta]

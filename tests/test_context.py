@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from distribute import Context, run
+from distribute import BarrierTimeout, CollectiveMismatch, Context, run
 
 FORK: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork"}
 
@@ -217,3 +217,57 @@ def test_one_file_holds_all_that_a_run_goes_on_from(tmp_path: Path) -> None:
         assert one[1] == two[1]
     assert whole[0][0] != whole[1][0]
     assert os.listdir(tmp_path) == ["run.pt"]
+
+
+def test_a_barrier_that_is_not_reached_says_where_the_missing_rank_is() -> None:
+    """The caller gets the barrier's error with the report of a hang."""
+
+    def body(ctx: Context) -> None:
+        if ctx.rank == 1:
+            time.sleep(60)
+        ctx.barrier(timeout=0.5, name="data ready")
+
+    with pytest.raises(BarrierTimeout) as caught:
+        run(body, **FORK)
+
+    assert "barrier 'data ready': rank(s) 1 had not come within 0.5 s" in str(caught.value)
+    (report,) = (note for note in caught.value.__notes__ if "rank 1 is at" in note)
+    assert "test_context.py" in report
+    assert "time.sleep(60)" in report
+    assert caught.value.outcomes[0].collective.startswith("barrier 'data ready' at ")
+
+
+def test_a_mismatch_that_reaches_the_caller_is_one_failure() -> None:
+    def body(ctx: Context) -> None:
+        ctx.all_reduce(torch.ones(2 + ctx.rank))
+
+    with pytest.raises(CollectiveMismatch, match=r"rank 1: all_reduce.* of float32\[3\]") as caught:
+        run(body, **FORK)
+
+    assert not any("as well" in note for note in caught.value.__notes__)
+    assert {one.kind for one in caught.value.outcomes} == {"raised"}
+
+
+def test_a_caught_mismatch_leaves_the_call_in_order() -> None:
+    """Under every kind of collective of the context, on_main too."""
+
+    def body(ctx: Context) -> tuple[int, list[str]]:
+        found = []
+        for other in (ctx.barrier, lambda: ctx.all_gather(1), lambda: ctx.scatter([1, 2])):
+            with pytest.raises(CollectiveMismatch) as caught:
+                ctx.on_main(str) if ctx.rank == 0 else other()
+            found.append(str(caught.value))
+        return ctx.all_reduce(1), found
+
+    one, two = run(body, returns="all", **FORK)
+    assert one == two
+    assert one[0] == 2
+    assert all("rank 0: on_main(src=0) at" in each for each in one[1])
+
+
+def test_check_collectives_reaches_the_ranks() -> None:
+    def body(ctx: Context) -> bool:
+        return ctx._world.check
+
+    assert run(body, returns="all", check_collectives=False, **FORK) == [False, False]
+    assert run(body, returns="all", **FORK) == [True, True]

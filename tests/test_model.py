@@ -721,6 +721,32 @@ def test_compiled_modules_before_and_after_wrapping() -> None:
         assert found["keys"] == ["_orig_mod.weight", "weight"]
 
 
+@pytest.mark.slow
+def test_compiling_the_wrapper_makes_as_many_graphs_as_with_plain_ddp() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    def fn(world: World) -> list[list[int]]:
+        found = []
+        for make in (DistributedDataParallel, lambda module: wrap(world, module)):
+            torch._dynamo.reset()
+            counter = CompileCounterWithBackend("aot_eager")
+            model = torch.compile(make(Parts()), backend=counter)
+            graphs = []
+            for _ in range(4):
+                model(share(world)).sum().backward()
+                graphs.append(counter.frame_count)
+            assert agreed(world, model)
+            with torch.no_grad():
+                model(share(world))
+            found.append([*graphs, counter.frame_count])
+        with pytest.raises(RequestError, match="beside the model's own"):
+            unwrap(model).encoder(share(world)).sum().backward()
+        return found
+
+    for plain, ours in on_ranks(2, fn, timeout=100):
+        assert plain == ours == [1, 1, 1, 1, 2]
+
+
 def test_a_world_of_one_gives_the_module_itself() -> None:
     world = alone()
     module = Net()
