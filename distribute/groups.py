@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from distribute import rendezvous
 from distribute.errors import RequestError
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ def cpu_group(world: World) -> dist.ProcessGroup:
     if serves_cpu(world.backend):
         return default
     if default not in _cpu_groups:
-        _cpu_groups[default] = _dist.new_group(backend="gloo")
+        group = _dist.new_group(backend="gloo")
+        rendezvous.adopt(group)
+        _cpu_groups[default] = group
     return _cpu_groups[default]
 
 

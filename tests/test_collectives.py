@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distribute import rendezvous
 from distribute.barriers import barrier
 from distribute.collectives import (
     all_gather,
@@ -877,6 +878,21 @@ def test_the_check_is_one_small_message_or_none() -> None:
             "barrier True": ["all_gather"],
             "barrier False": ["all_gather"],
         }
+
+
+def test_the_group_on_the_cpu_beside_another_is_made_once_and_is_no_users_group() -> None:
+    """Workers that are kept go on with their groups, as long as these are the library's."""
+
+    def fn(world: World) -> list[bool]:
+        rendezvous.hold_groups()
+        other = dataclasses.replace(world, backend="nccl")  # as if the default were none of the CPU
+        group = cpu_group(other)
+        assert all_gather_object(other, world.rank) == [0, 1]
+        found = [group is cpu_group(other), group is not dist.group.WORLD, rendezvous.only_group()]
+        dist.new_group(backend="gloo")
+        return [*found, rendezvous.only_group()]
+
+    assert on_ranks(2, fn) == [[True, True, True, False]] * 2
 
 
 # -- a barrier with a limit --------------------------------------------------------------------
