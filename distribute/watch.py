@@ -47,6 +47,7 @@ class Watch:
         ignored: set[str] = set(module.__dict__.get("_ddp_params_and_buffers_to_ignore", ()))
         layers: list[Any] = list(module.modules())
         self._wrapper = weakref.ref(wrapper)
+        self._group = weakref.ref(cast("Any", dist.group.WORLD))
         self._module = module
         self._find_unused = find_unused
         # Looked at before each forward: of each layer its parameters, then and now, and its parts.
@@ -140,10 +141,10 @@ class Watch:
                 # Twice, so that it comes after the callback by which DDP ends its own work.
                 _at_end_of_backward(lambda: _at_end_of_backward(self._end))
             return
-        # In another wrapper of the same parameter, or in no call any more.
+        # Another wrapper of the same parameter expects it, or this one's call has ended.
         if any(one._expecting or one._local for one in _watches[parameter]):
             return
-        if not dist.is_initialized():
+        if dist.group.WORLD is not self._group():
             return
         names = self._names({id(parameter)})
         kind = type(self._module).__name__

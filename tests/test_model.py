@@ -438,6 +438,17 @@ def test_the_callers_module_is_free_again_when_the_wrapper_is_gone() -> None:
     assert on_ranks(2, fn) == [True, True]
 
 
+def test_after_the_call_the_module_may_be_trained_by_itself() -> None:
+    def fn(world: World) -> list[bool]:
+        model = wrap(world, Parts())
+        model(share(world)).sum().backward()
+        dist.destroy_process_group()
+        unwrap(model)(share(world)).sum().backward()
+        return [model.head.weight.grad is not None, dist.is_initialized()]
+
+    assert on_ranks(2, fn) == [[True, False]] * 2
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("forward", ["loss", ("loss", "forward")])
 def test_a_named_method_is_synchronised_like_forward(
