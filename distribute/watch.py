@@ -54,6 +54,7 @@ class Watch:
         self._tables: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = [
             (one._parameters, {**one._parameters}, one._modules, len(one._modules))
             for one in layers
+            if isinstance(one._parameters, dict)  # a scripted module takes no others anyway
         ]
         named = [item for item in module.named_parameters() if item[0] not in ignored]
         self.trained = [name for name, one in named if one.requires_grad]

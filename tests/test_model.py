@@ -477,6 +477,22 @@ def test_a_named_method_is_synchronised_like_forward(
         torch.testing.assert_close(torch.tensor(second), mean)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_module_is_trained_and_looked_after() -> None:
+    def fn(world: World) -> bool:
+        model = wrap(world, torch.jit.script(Parts()))
+        for _ in range(2):
+            model.zero_grad()
+            model(share(world)).sum().backward()
+        with pytest.raises(RequestError, match="beside the model's own"):
+            unwrap(model)(share(world)).sum().backward()
+        model.zero_grad()
+        model(share(world)).sum().backward()
+        return agreed(world, model)
+
+    assert on_ranks(2, fn) == [True, True]
+
+
 def test_parameters_without_gradient_are_named() -> None:
     def fn(world: World) -> str:
         module = Parts()
