@@ -32,6 +32,7 @@ bench: $(INSTALLED)
 	$(RUN) benchmarks/startup.py $(BENCH)
 	$(RUN) benchmarks/failure.py $(BENCH)
 	$(RUN) benchmarks/values.py $(BENCH)
+	$(RUN) benchmarks/collectives.py $(BENCH)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

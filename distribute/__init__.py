@@ -9,7 +9,9 @@ from distribute.api import distributed, is_worker, run, workers
 from distribute.decorated import Distributed
 from distribute.environment import worker_descriptors as _worker_descriptors
 from distribute.errors import (
+    BarrierTimeout,
     CallMismatch,
+    CollectiveMismatch,
     DeadlineExceeded,
     DistributeError,
     JoinTimeout,
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BarrierTimeout",
     "CallMismatch",
+    "CollectiveMismatch",
     "Context",
     "DeadlineExceeded",
     "DistributeError",

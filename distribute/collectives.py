@@ -1,469 +1,258 @@
-"""Collectives on values: every rank passes one and gets a new one back.
+"""Collectives that move values: every rank passes one and gets new ones.
 
 The functions take tensors, numbers, bools, and nested dicts, lists, tuples and dataclasses of
-them. They never change what they are given; tensors come back detached, contiguous and on the
-device where the given tensor was, numbers come back as numbers. In a world of one they return
-the same types without touching `torch.distributed`.
+them; leaves of other kinds, such as strings or None, are allowed and travel by pickle. They never
+change what they are given; tensors come back detached, contiguous and on the device where the
+given tensor was. In a world of one they return the same types without touching
+`torch.distributed`.
 
-How values travel:
-
-    all_reduce      a tensor by one all-reduce in a wider dtype; a number by an all-gather of two
-                    integers, so that ranks may mix ints with floats and ints stay exact
-    broadcast,      the structure with its numbers as one object, which tells the shapes; then
-    all_gather      every tensor as bytes, so that every dtype works on every backend
-    *_object        pickled, over a group that works on the CPU
+How values travel, behind the message by which the ranks agree and learn of sizes: the structure
+with its numbers as one object, which tells the shapes (an all-gather of equal structures leaves it
+out); then the tensors as one piece of bytes.
 """
 
 from __future__ import annotations
 
-import importlib
-import math
-import numbers
-import pickle
-import struct
-import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
-from weakref import WeakKeyDictionary
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from distribute import record
+from distribute.agreement import Call, agree, digest
 from distribute.errors import RequestError
-from distribute.tree import map_leaves
+from distribute.gradients import attach, has_gradient
+from distribute.groups import cpu_group, is_alone, require_rank
+from distribute.parcel import as_parcel, as_tensor, cut, fill, join, pack, specs, split, unpack
+from distribute.reduction import summed_gradients
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from distribute.world import World
 
 T = TypeVar("T")
 
 _dist: Any = dist  # torch annotates its collectives only in part
 
-# By our names, the operations of torch.distributed that carry them out. A mean is a sum divided
-# afterwards: gloo cannot average ints, and in older torch nothing.
-_OPS = {"sum": "SUM", "mean": "SUM", "min": "MIN", "max": "MAX", "product": "PRODUCT"}
 
-# The dtype in which tensors are reduced: no backend sums small ints and halves without loss, and
-# gloo refuses some of them.
-_WIDE = {
-    torch.bool: torch.int64,
-    torch.uint8: torch.int64,
-    torch.uint16: torch.int64,
-    torch.uint32: torch.int64,
-    torch.int8: torch.int64,
-    torch.int16: torch.int64,
-    torch.int32: torch.int64,
-    torch.int64: torch.int64,
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float32: torch.float32,
-    torch.float64: torch.float64,
-    torch.complex64: torch.complex64,
-    torch.complex128: torch.complex128,
-}
+# -- gathering ---------------------------------------------------------------------------------
 
 
-def all_reduce(world: World, value: T, op: str = "sum") -> T:
-    """Combines a value over all ranks; every rank gets the result.
+def all_gather(world: World, value: T, *, differentiable: bool = False) -> list[T]:
+    """Returns the values of all ranks in rank order.
 
-    Floats and complex numbers keep their dtype; halves are combined in float32. Integers and
-    bools follow `torch.sum`: their sum and product are int64, so the sum of bools is a count.
-    Their mean is float64. `min` and `max` keep the dtype, so they are "all" and "any" of bools.
-    Python ints are exact, however large the result.
+    Tensors may have another shape on every rank, but have the same dtype.
 
     Args:
         world: The world.
-        value: A tensor of the same shape and dtype on every rank, a number, or a nested structure.
-        op: `"sum"`, `"mean"`, `"min"`, `"max"` or `"product"`.
+        value: This rank's.
+        differentiable: Whether backward leads from what was gathered to the value: to the sum of
+            the gradients of all ranks.
 
-    Returns:
-        A new value of the same structure.
+    Raises:
+        RequestError: A rank's value cannot be sent.
+        CollectiveMismatch: The ranks came to different collectives.
     """
-    if op not in _OPS:
-        raise RequestError(
-            f"op={op!r}", f"the operations are {', '.join(_OPS)}", "pass one of these"
-        )
-    reduced: T = map_leaves(lambda leaf: _reduce(world, leaf, op), value)
-    return reduced
+    skeleton, tensors = split(value)
+    told = [_told(one, differentiable) for one in tensors]
+    signature = f"({'differentiable=True' if differentiable else ''}) of {told or 'no tensors'}"
+    gathered = _gathered(world, Call("all_gather", signature), skeleton, tensors, None)
+    assert gathered is not None
+    skeletons, rows = gathered
+    if differentiable:
+        rows = _linked(world, tensors, rows)
+    return [fill(skeleton, row) for skeleton, row in zip(skeletons, rows, strict=True)]
 
 
-def all_gather(world: World, value: T) -> list[T]:
-    """Returns the values of all ranks in rank order.
+def gather(world: World, value: T, dst: int = 0) -> list[T] | None:
+    """Returns the values of all ranks in rank order on rank `dst`, and None on the others."""
+    require_rank(world, "dst", dst)
+    skeleton, tensors = split(value)
+    told = [_told(one, False) for one in tensors]
+    call = Call("gather", f"(dst={dst}) of {told or 'no tensors'}")
+    gathered = _gathered(world, call, skeleton, tensors, dst)
+    if gathered is None:
+        return None
+    return [fill(skeleton, row) for skeleton, row in zip(*gathered, strict=True)]
 
-    Tensors may have another shape on every rank, but have the same dtype. Leaves that are neither
-    tensors nor numbers, such as strings or None, are allowed and travel by pickle.
-    """
-    skeleton, tensors = _split(value)
-    skeletons = all_gather_object(world, skeleton)
-    specs = [_specs(each) for each in skeletons]
-    _require_same_dtypes(specs)
-    rows = [
-        _gather_tensor(world, tensor, [of_rank[i] for of_rank in specs])
-        for i, tensor in enumerate(tensors)
+
+def all_gather_object(world: World, obj: T) -> list[T]:
+    """Returns the objects of all ranks in rank order; a rank's own is the object itself."""
+    gathered = _gathered(world, Call("all_gather_object"), obj, [], None)
+    assert gathered is not None
+    return gathered[0]
+
+
+def _told(tensor: torch.Tensor, differentiable: bool) -> str:
+    linked = differentiable and torch.is_grad_enabled() and tensor.requires_grad
+    return f"{str(tensor.dtype).removeprefix('torch.')}{' with gradient' if linked else ''}"
+
+
+def _gathered(
+    world: World, call: Call, skeleton: Any, tensors: list[torch.Tensor], dst: int | None
+) -> tuple[list[Any], list[list[torch.Tensor]]] | None:
+    """Returns skeletons and tensors of all ranks, on `dst` or on all; else None."""
+    if is_alone(world):
+        return [skeleton], [cut(join(world, tensors), specs(skeleton))]
+    parcel = pack(skeleton)
+    data = join(world, tensors)
+    rows = agree(world, call, [digest(parcel), len(parcel), data.numel()])
+    parcels = [parcel] * world.world_size
+    if any(row[0] != rows[0][0] for row in rows):
+        sizes = [row[1] for row in rows]
+        sent = _collected(world, as_tensor(parcel), sizes, dst, cpu_group(world))
+        parcels = [as_parcel(one) for one in sent]
+    pieces = [data] * world.world_size
+    if any(row[2] for row in rows):
+        pieces = _collected(world, data, [row[2] for row in rows], dst, None)
+    if dst not in (None, world.rank):
+        return None
+    objects = [unpack(one, rank) for rank, one in enumerate(parcels)]
+    found = [
+        [one.to(mine.device) for one, mine in zip(cut(piece, specs(each)), tensors, strict=True)]
+        for piece, each in zip(pieces, objects, strict=True)
     ]
-    return [_fill(each, [row[rank] for row in rows]) for rank, each in enumerate(skeletons)]
+    objects[world.rank] = skeleton
+    return objects, found
+
+
+def _collected(
+    world: World,
+    mine: torch.Tensor,
+    sizes: list[int],
+    dst: int | None,
+    group: dist.ProcessGroup | None,
+) -> list[torch.Tensor]:
+    """Returns every rank's bytes, on `dst` or on all; else nothing."""
+    padded = torch.nn.functional.pad(mine, (0, max(sizes) - mine.numel()))
+    parts = [torch.empty_like(padded) for _ in sizes]
+    if dst is None:
+        _dist.all_gather(parts, padded, group=group)
+    elif world.rank == dst:
+        _dist.gather(padded, parts, dst, group=group)
+    else:
+        _dist.gather(padded, None, dst, group=group)
+        return []
+    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+
+
+def _linked(
+    world: World, tensors: list[torch.Tensor], rows: list[list[torch.Tensor]]
+) -> list[list[torch.Tensor]]:
+    """Returns what was gathered such that backward leads from it to this rank's tensors."""
+    members = [index for index, one in enumerate(tensors) if has_gradient(one)]
+    call = Call("backward of all_gather", site=record.site())
+
+    def adjoint(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        start = world.rank * len(members)
+        return summed_gradients(world, call, gradients)[start : start + len(members)]
+
+    results = [row[index] for row in rows for index in members]
+    linked = iter(attach([tensors[index] for index in members], results, adjoint))
+    return [
+        [next(linked) if index in members else one for index, one in enumerate(row)] for row in rows
+    ]
+
+
+# -- from one rank -----------------------------------------------------------------------------
 
 
 def broadcast(world: World, value: T, src: int = 0) -> T:
     """Returns the value of rank `src` on every rank.
 
     What the other ranks pass is ignored and may be None. Tensors that are not on the CPU of
-    `src` arrive on each rank's own device. Leaves that are neither tensors nor numbers, such as
-    strings or None, are allowed and travel by pickle.
+    `src` arrive on each rank's own device.
     """
-    _require_rank(world, src)
-    skeleton, tensors = _split(value) if world.rank == src else (None, [])
-    skeleton = broadcast_object(world, skeleton, src)
-    received = [
-        _broadcast_tensor(world, tensors[i] if tensors else None, spec, src)
-        for i, spec in enumerate(_specs(skeleton))
-    ]
-    filled: T = _fill(skeleton, received)
-    return filled
+    require_rank(world, "src", src)
+    skeleton, tensors = split(value) if world.rank == src else (None, [])
+    if is_alone(world):
+        alone: T = fill(skeleton, cut(join(world, tensors), specs(skeleton)))
+        return alone
+    data = join(world, tensors)
+    call = Call("broadcast", f"(src={src})")
+    skeleton, size = _from_source(world, call, skeleton, data.numel(), src)
+    if world.rank != src:
+        data = torch.empty(size, dtype=torch.uint8, device=world.device)
+    if size:
+        _dist.broadcast(data, src)
+    received: T = fill(skeleton, _placed(world, cut(data, specs(skeleton)), skeleton, tensors))
+    return received
 
 
-def broadcast_object(world: World, obj: T, src: int = 0) -> T:
+def broadcast_object(world: World, obj: T, src: int = 0, name: str = "broadcast_object") -> T:
     """Returns the object of rank `src` on every rank; on `src` it is the object itself.
 
     It travels by pickle. A tensor inside that is on an accelerator arrives on the device of the
     same index as the sender's: `broadcast` puts it on the receiver's own.
     """
-    _require_rank(world, src)
-    if _is_alone(world):
+    require_rank(world, "src", src)
+    if is_alone(world):
         return obj
-    parcels: list[Any] = [_pack(obj) if world.rank == src else None]
-    _dist.broadcast_object_list(parcels, src=src, group=cpu_group(world))
-    _require_sent(parcels[0], src)
-    received: T = obj if world.rank == src else pickle.loads(parcels[0])
+    received: T = _from_source(world, Call(name, f"(src={src})"), obj, 0, src)[0]
     return received
 
 
-def from_main(world: World, obj: T) -> T:
-    """Returns rank 0's object on every rank, however long rank 0 takes to come.
+def scatter(world: World, values: Sequence[T] | None, src: int = 0) -> T:
+    """Returns to every rank its own of the values that rank `src` passes, one for each rank.
 
-    The others do not wait in a collective, which its timeout would bound, but look for a mark in
-    the group's store; so a signal reaches them at once.
+    What the other ranks pass is ignored and may be None. Tensors that are not on the CPU of
+    `src` arrive on each rank's own device.
     """
-    if _is_alone(world):
-        return obj
-    group = dist.group.WORLD
-    store = dist.distributed_c10d._get_default_store()
-    turn = _turn(group)
-    if world.rank == 0:
-        store.set(_MAIN, str(turn))
+    require_rank(world, "src", src)
+    given = list(values) if world.rank == src and isinstance(values, Sequence) else []
+    if world.rank == src and len(given) != world.world_size:
+        raise RequestError(
+            f"scatter of {len(given)} values" if given else f"scatter of {values!r}",
+            f"there are {world.world_size} ranks",
+            "pass a list with one value for each rank",
+        )
+    taken = [split(value) for value in given]
+    parcels = [pack(skeleton) for skeleton, _ in taken]
+    pieces = [join(world, tensors) for _, tensors in taken]
+    sizes = [0, max(map(len, parcels), default=0), max(map(len, pieces), default=0)]
+    sizes = agree(world, Call("scatter", f"(src={src})"), sizes)[src]
+    if is_alone(world):
+        data, (skeleton, mine) = pieces[0], taken[0]
     else:
-        pause = _SHORTEST_PAUSE
-        while not (store.check([_MAIN]) and int(store.get(_MAIN)) >= turn):
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-    return broadcast_object(world, obj)
+        parcel = _dealt(world, list(map(as_tensor, parcels)), sizes[1], src, on_cpu=True)
+        sent = unpack(as_parcel(parcel), src)
+        data = _dealt(world, pieces, sizes[2], src, on_cpu=False)
+        skeleton, mine = taken[src] if world.rank == src else (sent, [])
+    received: T = fill(skeleton, _placed(world, cut(data, specs(skeleton)), skeleton, mine))
+    return received
 
 
-# Rank 0's turn in the store: one key, however often it is waited for.
-_MAIN = "distribute/main"
-# How often each default group has waited for rank 0.
-_turns: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-_SHORTEST_PAUSE = 0.0001
-_LONGEST_PAUSE = 0.02
+def _from_source(world: World, call: Call, obj: Any, size: int, src: int) -> tuple[Any, int]:
+    """Returns the object of `src`, and the integer that it has passed."""
+    parcel = pack(obj) if world.rank == src else bytearray()
+    _, length, size = agree(world, call, [0, len(parcel), size])[src]
+    parcel = parcel if world.rank == src else bytearray(length)
+    _dist.broadcast(as_tensor(parcel), src, group=cpu_group(world))
+    sent = unpack(parcel, src)
+    return obj if world.rank == src else sent, size
 
 
-def _turn(group: Any) -> int:
-    _turns[group] = _turns.get(group, 0) + 1
-    return _turns[group]
-
-
-def all_gather_object(world: World, obj: T) -> list[T]:
-    """Returns the objects of all ranks in rank order; a rank's own is the object itself."""
-    if _is_alone(world):
-        return [obj]
-    parcels: list[Any] = [None] * world.world_size
-    _dist.all_gather_object(parcels, _pack(obj), group=cpu_group(world))
-    for rank, parcel in enumerate(parcels):
-        _require_sent(parcel, rank)
-    return [
-        obj if rank == world.rank else pickle.loads(parcel) for rank, parcel in enumerate(parcels)
-    ]
-
-
-def barrier(world: World) -> None:
-    """Returns when every rank has called it."""
-    if _is_alone(world):
-        return
-    # Without its index NCCL guesses the device, and warns; gloo refuses an index.
-    with_index = world.device.type != "cpu" and not _serves_cpu(world.backend)
-    _dist.barrier(device_ids=[world.device.index] if with_index else None)
-
-
-# Keyed weakly by the default group, because a world has none of its own to keep and a process may
-# leave one world and join another.
-_cpu_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-
-
-def cpu_group(world: World) -> dist.ProcessGroup:
-    """Returns a group of all ranks that works on the CPU.
-
-    It is the default group where that serves the CPU, else a gloo group. The first call makes
-    that group, so all ranks must make it at the same point of their program.
-    """
-    default = dist.group.WORLD
-    assert default is not None, "a world of more than one rank has a process group"
-    if _serves_cpu(world.backend):
-        return default
-    if default not in _cpu_groups:
-        _cpu_groups[default] = _dist.new_group(backend="gloo")
-    return _cpu_groups[default]
-
-
-def _serves_cpu(backend: str) -> bool:
-    # A backend may be a list by device type, as in "cpu:gloo,cuda:nccl".
-    devices = [part.partition(":")[0] for part in backend.split(",")]
-    return "cpu" in devices or backend in ("gloo", "mpi")
-
-
-def _is_alone(world: World) -> bool:
-    return world.world_size == 1
-
-
-def _require_rank(world: World, src: int) -> None:
-    if src not in range(world.world_size):
-        raise RequestError(
-            f"src={src!r}",
-            f"the ranks of this world are 0 to {world.world_size - 1}",
-            "pass one of these",
-        )
-
-
-def _reduce(world: World, leaf: Any, op: str) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return _reduce_tensor(world, leaf, op)
-    if isinstance(leaf, numbers.Real):
-        return _reduce_number(world, leaf, op)
-    raise RequestError(
-        f"a {type(leaf).__qualname__} in the value of all_reduce",
-        "tensors, ints, floats and bools can be reduced",
-        "pass one of these, or use all_gather_object",
-    )
-
-
-def _reduce_tensor(world: World, tensor: torch.Tensor, op: str) -> torch.Tensor:
-    if tensor.dtype not in _WIDE or (tensor.is_complex() and op not in ("sum", "mean")):
-        raise RequestError(
-            f"all_reduce of a tensor of {tensor.dtype} with op={op!r}",
-            "this operation is not defined for this dtype",
-            "convert the tensor first",
-        )
-    wire = _wire(world, tensor, _WIDE[tensor.dtype])
-    if not _is_alone(world):
-        wire = _reduced_wire(wire, op)
-    dtype = _result_dtype(tensor.dtype, op, wire.device)
-    if op == "mean":
-        wire = wire.to(torch.promote_types(wire.dtype, dtype)) / world.world_size
-    return wire.to(device=tensor.device, dtype=dtype)
-
-
-def _reduced_wire(wire: torch.Tensor, op: str) -> torch.Tensor:
-    if op not in ("min", "max") or not wire.is_floating_point():
-        _dist.all_reduce(wire, op=getattr(dist.ReduceOp, _OPS[op]))
-        return wire
-    # As ints of the same order, with NaN at the end that wins: gloo keeps or loses it by chance.
-    ints = _in_order(wire.view(torch.int64 if wire.dtype == torch.float64 else torch.int32))
-    ends = torch.iinfo(ints.dtype)
-    ints.masked_fill_(wire.isnan(), ends.min if op == "min" else ends.max)
-    _dist.all_reduce(ints, op=getattr(dist.ReduceOp, _OPS[op]))
-    return _in_order(ints).view(wire.dtype)
-
-
-def _in_order(bits: torch.Tensor) -> torch.Tensor:
-    """Turns the bits of floats into ints of the same order, and back."""
-    sign = bits >> (8 * bits.itemsize - 1)
-    return bits ^ (sign & torch.iinfo(bits.dtype).max)
-
-
-def _result_dtype(dtype: torch.dtype, op: str, device: torch.device) -> torch.dtype:
-    if op in ("min", "max") or dtype.is_floating_point or dtype.is_complex:
-        return dtype
-    if op == "mean":
-        return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-    return torch.int64
-
-
-# The kinds of number in the order in which they widen, and a mark for an int that does not fit.
-_KINDS = (bool, int, float)
-_TOO_LARGE = len(_KINDS)
-
-_FOLDS: dict[str, Callable[[list[Any]], Any]] = {
-    "sum": sum,
-    "mean": lambda values: sum(values) / len(values),
-    "min": min,
-    "max": max,
-    "product": math.prod,
-}
-
-
-def _reduce_number(world: World, value: Any, op: str) -> bool | int | float:
-    words = _all_words(world, _encode(value))
-    too_large = [rank for rank, (kind, _) in enumerate(words) if kind == _TOO_LARGE]
-    if too_large:
-        raise RequestError(
-            f"all_reduce of an int on rank {too_large[0]}",
-            "it does not fit into 64 bits",
-            "pass a float, or use all_gather_object",
-        )
-    widest = _KINDS[max(kind for kind, _ in words)]
-    values = [widest(_decode(kind, word)) for kind, word in words]
-    if op in ("min", "max") and any(value != value for value in values):
-        return math.nan  # as torch does; Python's result would depend on the order
-    result: bool | int | float = _FOLDS[op](values)
-    return result
-
-
-def _encode(value: Any) -> list[int]:
-    if isinstance(value, bool):
-        return [0, int(value)]
-    if isinstance(value, numbers.Integral):
-        number = int(value)
-        return [1, number] if -(2**63) <= number < 2**63 else [_TOO_LARGE, 0]
-    return [2, *struct.unpack("<q", struct.pack("<d", float(value)))]
-
-
-def _decode(kind: int, word: int) -> bool | int | float:
-    bits: float = struct.unpack("<d", struct.pack("<q", word))[0]
-    return bits if _KINDS[kind] is float else word
-
-
-def _all_words(world: World, words: list[int]) -> list[list[int]]:
-    if _is_alone(world):
-        return [words]
-    device = torch.device("cpu") if _serves_cpu(world.backend) else world.device
-    mine = torch.tensor(words, dtype=torch.int64, device=device)
-    rows = [torch.empty_like(mine) for _ in range(world.world_size)]
-    _dist.all_gather(rows, mine)
-    table: Any = torch.stack(rows)
-    return cast("list[list[int]]", table.tolist())
-
-
-class _Spec:
-    """Stands for a tensor in a structure that travels as an object.
-
-    A leaf, and therefore no dataclass.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
-        self.on_cpu = tensor.device.type == "cpu"
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-
-def _split(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    tensors: list[torch.Tensor] = []
-
-    def take(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        tensors.append(leaf)
-        return _Spec(leaf)
-
-    return map_leaves(take, value), tensors
-
-
-def _specs(skeleton: Any) -> list[_Spec]:
-    specs: list[_Spec] = []
-    map_leaves(lambda leaf: specs.append(leaf) if isinstance(leaf, _Spec) else None, skeleton)
-    return specs
-
-
-def _fill(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
-    rest = iter(tensors)
-    return map_leaves(lambda leaf: next(rest) if isinstance(leaf, _Spec) else leaf, skeleton)
-
-
-def _require_same_dtypes(specs: list[list[_Spec]]) -> None:
-    dtypes = [[str(spec.dtype) for spec in of_rank] for of_rank in specs]
-    for rank, other in enumerate(dtypes):
-        if other != dtypes[0]:
-            raise RequestError(
-                f"all_gather of tensors of {', '.join(other) or 'no dtype'} on rank {rank}",
-                f"on rank 0 they are {', '.join(dtypes[0]) or 'none'}",
-                "pass the same dtypes on every rank, or use all_gather_object",
-            )
-
-
-def _gather_tensor(world: World, tensor: torch.Tensor, specs: list[_Spec]) -> list[torch.Tensor]:
-    mine = _wire(world, tensor, tensor.dtype).reshape(-1).view(torch.uint8)
-    parts = [mine]
-    if not _is_alone(world):
-        longest = max(spec.nbytes for spec in specs)
-        padded = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
-        parts = [torch.empty_like(padded) for _ in specs]
-        _dist.all_gather(parts, padded)
-    return [
-        _from_bytes(part, spec).to(tensor.device) for part, spec in zip(parts, specs, strict=True)
-    ]
-
-
-def _broadcast_tensor(
-    world: World, tensor: torch.Tensor | None, spec: _Spec, src: int
+def _dealt(
+    world: World, parts: list[torch.Tensor], size: int, src: int, *, on_cpu: bool
 ) -> torch.Tensor:
-    if tensor is None:
-        wire = torch.empty(spec.nbytes, dtype=torch.uint8, device=world.device)
-    else:
-        wire = _wire(world, tensor, tensor.dtype).reshape(-1).view(torch.uint8)
-    if not _is_alone(world):
-        _dist.broadcast(wire, src)
-    received = _from_bytes(wire, spec)
-    if tensor is not None:
-        return received.to(tensor.device)
-    return received.cpu() if spec.on_cpu else received
+    """Returns this rank's bytes of those that `src` has for each rank, padded."""
+    device = torch.device("cpu") if on_cpu else world.device
+    received = torch.empty(size, dtype=torch.uint8, device=device)
+    if not size:
+        return received
+    padded = [torch.nn.functional.pad(part, (0, size - part.numel())) for part in parts]
+    group = cpu_group(world) if on_cpu else None
+    _dist.scatter(received, padded if world.rank == src else None, src, group=group)
+    return received
 
 
-def _wire(world: World, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a contiguous copy on the world's device."""
-    if tensor.layout is not torch.strided:
-        raise RequestError(
-            f"a tensor of layout {tensor.layout}",
-            "collectives take dense tensors",
-            "pass tensor.to_dense()",
-        )
-    wire = torch.empty(tensor.shape, dtype=dtype, device=world.device)
-    return wire.copy_(tensor.detach())
-
-
-def _from_bytes(wire: torch.Tensor, spec: _Spec) -> torch.Tensor:
-    if wire.numel() > spec.nbytes:
-        wire = wire[: spec.nbytes].clone()  # lets go of the padding
-    return wire.view(spec.dtype).reshape(spec.shape)
-
-
-@dataclass(frozen=True)
-class _Unsendable:
-    """Sent in the place of an object that cannot be pickled, so that every rank learns of it."""
-
-    type_name: str
-    reason: str
-
-
-def _pack(obj: object) -> bytes | _Unsendable:
-    try:
-        return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception:
-        # Lambdas and classes that only this process has travel by value.
-        cloudpickle = importlib.import_module("cloudpickle")
-        try:
-            return bytes(cloudpickle.dumps(obj))
-        except Exception as error:
-            return _Unsendable(type(obj).__qualname__, f"{type(error).__name__}: {error}")
-
-
-def _require_sent(parcel: bytes | _Unsendable, rank: int) -> None:
-    if isinstance(parcel, _Unsendable):
-        raise RequestError(
-            f"a {parcel.type_name} from rank {rank}",
-            f"it cannot be pickled ({parcel.reason})",
-            "send plain data",
-        )
+def _placed(
+    world: World, received: list[torch.Tensor], skeleton: Any, mine: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Puts what arrived on the device that it is for: on the source, where its tensors are."""
+    if mine:
+        return [one.to(own.device) for one, own in zip(received, mine, strict=True)]
+    return [
+        one.cpu() if spec.on_cpu else one
+        for one, spec in zip(received, specs(skeleton), strict=True)
+    ]

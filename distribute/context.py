@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextvars
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, overload
 
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distribute import collectives, data, record
+from distribute import barriers, checkpoint, collectives, data, record, reduction
 from distribute import model as models
 from distribute.alike import Alike
 from distribute.ambient import Fold
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
 P = ParamSpec("P")
+
+_FIRST = "main_process_first"
 
 
 class Context:
@@ -113,25 +114,54 @@ class Context:
     # -- model ---------------------------------------------------------------------------------
 
     @overload
-    def model(self, module: M, *, sync_batchnorm: bool = False, **ddp_options: Any) -> M: ...
+    def model(
+        self,
+        module: M,
+        *,
+        sync_batchnorm: bool = False,
+        forward: str | Sequence[str] = (),
+        **ddp_options: Any,
+    ) -> M: ...
     @overload
     def model(
-        self, module: Callable[[], M], *, sync_batchnorm: bool = False, **ddp_options: Any
+        self,
+        module: Callable[[], M],
+        *,
+        sync_batchnorm: bool = False,
+        forward: str | Sequence[str] = (),
+        **ddp_options: Any,
     ) -> M: ...
-    def model(self, module: Any, *, sync_batchnorm: bool = False, **ddp_options: Any) -> Any:
+    def model(
+        self,
+        module: Any,
+        *,
+        sync_batchnorm: bool = False,
+        forward: str | Sequence[str] = (),
+        **ddp_options: Any,
+    ) -> Any:
         """Puts a model on this rank's device and keeps its ranks in step.
 
         Args:
-            module: A module, or a function that makes one (it is made on the device).
-            sync_batchnorm: Whether to convert BatchNorm layers to torch's SyncBatchNorm.
+            module: A module, or a function that makes one (it is made on the device). What is on
+                the meta device gets memory and the values of `reset_parameters()`.
+            sync_batchnorm: Whether to convert BatchNorm layers to torch's SyncBatchNorm. Default
+                False.
+            forward: Names of methods, beside its forward, whose gradients are synchronised, such
+                as `"loss"`. Default none.
             **ddp_options: Options of `torch.nn.parallel.DistributedDataParallel`.
 
         Returns:
             The module wrapped in DDP, usable as the module itself (hence its type). In a world of
             one, and without trainable parameters, the module itself.
+
+        Raises:
+            TypeError: DDP has no such option.
+            RequestError: It cannot be done with this module; later, from a forward or backward
+                pass, that gradients would not be synchronised.
+            CollectiveMismatch: The ranks do not all wrap the same module here.
         """
         wrapped: nn.Module = models.wrap(
-            self._world, module, sync_batchnorm=sync_batchnorm, **ddp_options
+            self._world, module, sync_batchnorm=sync_batchnorm, forward=forward, **ddp_options
         )
         self._fold()
         for one in self._optimizers:
@@ -149,6 +179,23 @@ class Context:
     def no_sync(self, module: nn.Module) -> AbstractContextManager[None]:
         """Returns a context in which backward passes do not synchronise gradients."""
         return models.no_sync(module)
+
+    def accumulate(
+        self, module: nn.Module | Sequence[nn.Module], loader: Iterable[T], n: int
+    ) -> Iterator[tuple[T, bool]]:
+        """Yields each batch and whether to step after it: every n-th time, and the last time.
+
+        Gradients are synchronised just there. Divide the loss by `n`.
+
+        Args:
+            module: The model, or the models, that the loop trains.
+            loader: The batches. Without a length it is read one batch ahead.
+            n: How many batches make a step.
+
+        Raises:
+            RequestError: `n` is not a number of batches, or `static_graph` was asked for.
+        """
+        return models.accumulate(module, loader, n)
 
     def sync_buffers(self, module: nn.Module) -> None:
         """Gives every rank rank 0's buffers, such as BatchNorm's running statistics."""
@@ -197,25 +244,73 @@ class Context:
 
     # -- collectives ---------------------------------------------------------------------------
 
-    def all_reduce(self, value: T, op: str = "sum") -> T:
+    def all_reduce(
+        self,
+        value: T,
+        op: str = "sum",
+        *,
+        weight: float | None = None,
+        differentiable: bool = False,
+    ) -> T:
         """Reduces a value over all ranks; every rank gets the result. The input is unchanged.
 
         Args:
             value: A tensor, a number, or nested containers of them; equal in shape on all ranks.
-            op: `"sum"`, `"mean"`, `"min"`, `"max"` or `"product"`.
+            op: `"sum"` (default), `"mean"`, `"min"`, `"max"` or `"product"`. The mean of ints is
+                a float, the sum of bools a count, and small ints and halves do not overflow on
+                the way.
+            weight: For a mean, how much this rank's value counts, such as its number of samples.
+                Default: as much as any other.
+            differentiable: Whether backward leads through it, for sums and means. Default False.
+
+        Raises:
+            RequestError: The operation is not defined for what was given.
+            CollectiveMismatch: The ranks came to different collectives, or with different values.
         """
         with record.operation("all_reduce"):
-            return collectives.all_reduce(self._world, value, op)
+            return reduction.all_reduce(
+                self._world, value, op, weight=weight, differentiable=differentiable
+            )
 
-    def all_gather(self, value: T) -> list[T]:
-        """Returns the list of every rank's value, by rank. Tensors may differ in size."""
+    def reduce(
+        self, value: T, dst: int = 0, op: str = "sum", *, weight: float | None = None
+    ) -> T | None:
+        """Reduces a value as `all_reduce` does; rank `dst` gets the result, the others None."""
+        with record.operation("reduce"):
+            return reduction.reduce(self._world, value, dst, op, weight=weight)
+
+    def all_gather(self, value: T, *, differentiable: bool = False) -> list[T]:
+        """Returns the list of every rank's value, by rank.
+
+        Args:
+            value: A tensor, whose shape may be another on every rank (its dtype may not), any
+                picklable object, or nested containers of them.
+            differentiable: Whether backward leads through it. Default False.
+
+        Raises:
+            RequestError: A rank's value cannot be sent.
+            CollectiveMismatch: The ranks came to different collectives, or with other dtypes.
+        """
         with record.operation("all_gather"):
-            return collectives.all_gather(self._world, value)
+            return collectives.all_gather(self._world, value, differentiable=differentiable)
+
+    def gather(self, value: T, dst: int = 0) -> list[T] | None:
+        """Returns what `all_gather` does on rank `dst`, and None on the others."""
+        with record.operation("gather"):
+            return collectives.gather(self._world, value, dst)
 
     def broadcast(self, value: T, src: int = 0) -> T:
         """Returns rank `src`'s value on every rank; the others may pass None."""
         with record.operation("broadcast"):
             return collectives.broadcast(self._world, value, src)
+
+    def scatter(self, values: Sequence[T] | None, src: int = 0) -> T:
+        """Returns to every rank its own of rank `src`'s values, which are one for each rank.
+
+        The others may pass None.
+        """
+        with record.operation("scatter"):
+            return collectives.scatter(self._world, values, src)
 
     def all_gather_object(self, value: T) -> list[T]:
         """Returns the list of every rank's picklable object, by rank."""
@@ -227,10 +322,19 @@ class Context:
         with record.operation("broadcast_object"):
             return collectives.broadcast_object(self._world, value, src)
 
-    def barrier(self) -> None:
-        """Waits until all ranks are here."""
-        with record.operation("barrier"):
-            collectives.barrier(self._world)
+    def barrier(self, *, timeout: float | None = None, name: str = "") -> None:
+        """Waits until all ranks are here.
+
+        Args:
+            timeout: Seconds to wait. Default: as long as for any collective, see `timeout` of
+                the call.
+            name: What it is for, to be seen in errors; the same on all ranks.
+
+        Raises:
+            BarrierTimeout: On every rank, and it names those that had not come in time.
+        """
+        with record.operation(f"barrier {name!r}" if name else "barrier"):
+            barriers.barrier(self._world, timeout=timeout, name=name)
 
     # -- one rank at a time --------------------------------------------------------------------
 
@@ -251,10 +355,10 @@ class Context:
                 failure = f"{type(error).__name__}: {error}"
                 raise
             finally:
-                collectives.from_main(self._world, failure)
+                barriers.from_main(self._world, failure, _FIRST)
             return
-        with record.operation("main_process_first"):
-            failure = collectives.from_main(self._world, None)
+        with record.operation(_FIRST):
+            failure = barriers.from_main(self._world, None, _FIRST)
         if failure is not None:
             told = MainFailed(f"rank 0 failed in main_process_first: {failure}")
             raise _of_main(told)
@@ -280,9 +384,11 @@ class Context:
                 try:
                     report = True, function(*args, **kwargs)
                 except Exception as error:
-                    collectives.from_main(self._world, (False, _to_send(error)))
+                    barriers.from_main(self._world, (False, _to_send(error)), "on_main")
                     raise
-            done, value = cast("tuple[bool, Any]", collectives.from_main(self._world, report))
+            done, value = cast(
+                "tuple[bool, Any]", barriers.from_main(self._world, report, "on_main")
+            )
         if not done:
             raise _of_main(value)
         return cast("T", value)
@@ -322,16 +428,19 @@ class Context:
             obj: What to save, such as a dict of state dicts.
             path: Where; missing directories are made.
         """
-        self.on_main(_write, obj, os.fspath(path))
+        self.on_main(checkpoint.write, obj, os.fspath(path))
 
     def load(self, path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
         """Reads a file that `save` wrote; every rank reads it.
+
+        Tensors, plain containers, numbers, strings, paths, numpy arrays and the states of random
+        number generators are read. Anything else is an error, since to read it might run code.
 
         Args:
             path: The file.
             map_location: Where tensors go, as in `torch.load`.
         """
-        return torch.load(os.fspath(path), map_location=map_location, weights_only=True)
+        return checkpoint.read(os.fspath(path), map_location)
 
 
 def _to_send(error: Exception) -> Exception:
@@ -344,24 +453,6 @@ def _of_main(error: BaseException) -> BaseException:
     """Marks an exception as rank 0's: raised here as well, it is no second failure."""
     setattr(error, ORIGIN, 0)
     return error
-
-
-def _write(obj: object, path: str) -> None:
-    directory = os.path.dirname(os.path.abspath(path))
-    os.makedirs(directory, exist_ok=True)
-    descriptor, aside = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=directory)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            torch.save(obj, file)
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(aside, 0o666 & ~umask)
-        os.replace(aside, path)
-    except BaseException:
-        os.unlink(aside)
-        raise
 
 
 _current: contextvars.ContextVar[Context] = contextvars.ContextVar("distribute.current")

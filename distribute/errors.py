@@ -5,6 +5,8 @@ The tree, so that one can catch broadly or narrowly:
     DistributeError
     +-- RequestError (ValueError)     the request cannot be carried out; nothing was started
     +-- CallMismatch (RuntimeError)   ranks did not arrive at the same call
+    +-- CollectiveMismatch (RuntimeError)   ranks came to different collectives of `Context`
+    +-- BarrierTimeout (TimeoutError) some ranks did not come to a barrier in time
     +-- WorkerError (RuntimeError)    a rank raised something that could not be rebuilt here
     +-- WorkerDied (RuntimeError)     a rank's process ended without a value or an exception
     +-- JoinTimeout (TimeoutError)    some ranks did not join in time
@@ -83,6 +85,17 @@ class RequestError(DistributeError, ValueError):
 
 class CallMismatch(DistributeError, RuntimeError):
     """Raised when the processes of a re-executed script did not arrive at the same call."""
+
+
+class CollectiveMismatch(DistributeError, RuntimeError):
+    """Raised on every rank when the ranks came to different collectives; all are in step again."""
+
+
+class BarrierTimeout(DistributeError, TimeoutError):
+    """Raised on every rank when some did not come to a barrier within its `timeout`.
+
+    Those that come later raise it as well, so that all are in step again.
+    """
 
 
 class JoinTimeout(DistributeError, TimeoutError):

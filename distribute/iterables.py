@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from distribute.collectives import cpu_group
+from distribute.groups import cpu_group
 from distribute.indices import UNKNOWN, Step
 from distribute.randomness import LoaderKey, RandomStream, seed_generators, worker_key
 from distribute.sharding import Taken

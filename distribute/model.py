@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 import inspect
-import warnings
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import torch
@@ -14,30 +12,47 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distribute import record
+from distribute.agreement import Call, agree
 from distribute.errors import RequestError
+from distribute.replica import replica
+from distribute.stateful import is_lazy
+from distribute.tree import described
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 
     from distribute.world import World
 
 M = TypeVar("M", bound=nn.Module)
+B = TypeVar("B")
 
 _dist: Any = dist  # torch annotates its collectives only in part
 
 
 @overload
-def wrap(world: World, module: M, *, sync_batchnorm: bool = ..., **ddp_options: Any) -> M: ...
+def wrap(
+    world: World,
+    module: M,
+    *,
+    sync_batchnorm: bool = ...,
+    forward: str | Sequence[str] = ...,
+    **ddp_options: Any,
+) -> M: ...
 @overload
 def wrap(
-    world: World, module: Callable[[], M], *, sync_batchnorm: bool = ..., **ddp_options: Any
+    world: World,
+    module: Callable[[], M],
+    *,
+    sync_batchnorm: bool = ...,
+    forward: str | Sequence[str] = ...,
+    **ddp_options: Any,
 ) -> M: ...
 def wrap(
     world: World,
     module: M | Callable[[], M],
     *,
     sync_batchnorm: bool = False,
+    forward: str | Sequence[str] = (),
     **ddp_options: Any,
 ) -> M:
     """Puts a module on the rank's device and keeps its replicas in step.
@@ -47,14 +62,22 @@ def wrap(
     Args:
         world: The world.
         module: The module, or a function without arguments that makes it. The function is called
-            with the rank's device as torch's default device.
+            with the rank's device as torch's default device. Layers on the meta device get memory
+            on the rank's device and the values of their `reset_parameters()`.
         sync_batchnorm: Whether BatchNorm layers use the statistics of all ranks.
+        forward: Names of methods of the module that train it as its forward does, such as
+            `"loss"`: gradients of what they compute are synchronised.
         **ddp_options: Options of torch's `DistributedDataParallel`.
 
     Returns:
         The module as a `DistributedModel`. In a world of one, and when no parameter requires a
         gradient, the module itself, with the parameters and buffers of rank 0. The type that is
         stated is the module's in any case: its attributes and methods are there.
+
+    Raises:
+        TypeError: DDP has no such option.
+        RequestError: It cannot be done with this module.
+        CollectiveMismatch: The ranks do not all wrap the same module here.
     """
     _require_options(ddp_options)
     if sync_batchnorm and world.device.type == "cpu":
@@ -64,16 +87,20 @@ def wrap(
             "leave it out, or ask for an accelerator",
         )
     built = _on_device(world, module)
+    methods = _methods(built, forward)
     if sync_batchnorm:
         convert: Any = nn.SyncBatchNorm
         built = convert.convert_sync_batchnorm(built)
     if world.world_size == 1:
         return built
+    if world.check:
+        agree(world, Call("model", f"({type(built).__name__}) with {_parameters(built)}"))
     if not any(parameter.requires_grad for parameter in built.parameters()):
         _share(built, world.device, ddp_options)
         return built
     device_ids = None if world.device.type == "cpu" else [world.device.index]
-    return cast("M", DistributedModel(built, device_ids=device_ids, **ddp_options))
+    wrapped = replica(built, methods=methods, device_ids=device_ids, **ddp_options)
+    return cast("M", wrapped)
 
 
 def unwrap(model: M) -> M:
@@ -90,12 +117,66 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     They add up on each rank, and the first backward of a forward outside of it synchronises the
     sum. For a module that is not distributed the context does nothing.
     """
-    layer: nn.Module | None = model
-    while layer is not None:
-        if isinstance(layer, DistributedDataParallel):
-            return cast("AbstractContextManager[None]", layer.no_sync())
-        layer = _inside(layer)
-    return nullcontext()
+    wrapper = _wrapper(model)
+    if wrapper is None:
+        return nullcontext()
+    return cast("AbstractContextManager[None]", wrapper.no_sync())
+
+
+def accumulate(
+    model: nn.Module | Sequence[nn.Module], loader: Iterable[B], n: int
+) -> Iterator[tuple[B, bool]]:
+    """Yields each batch with whether to step after it: after every n-th, and after the last one.
+
+    Forward passes of the other batches add gradients up without synchronising them.
+
+    Args:
+        model: The model, or the models, that the loop trains.
+        loader: The batches. Without a length it is read one batch ahead.
+        n: How many batches make a step.
+
+    Raises:
+        RequestError: `n` is not a number of batches, or the model was made with `static_graph`.
+    """
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:  # pyright: ignore
+        raise RequestError(f"n={n!r}", "it is the number of batches of a step", "pass 1 or more")
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    if any(getattr(_wrapper(one), "static_graph", False) for one in models):
+        raise RequestError(
+            "accumulate with static_graph=True",
+            "DDP then takes every step for the same as the first one",
+            "leave static_graph out of ctx.model",
+        )
+    return _accumulated(models, loader, n)
+
+
+def _accumulated(models: list[nn.Module], loader: Iterable[B], n: int) -> Iterator[tuple[B, bool]]:
+    for number, (batch, last) in enumerate(_with_last(loader), 1):
+        step = last or number % n == 0
+        with ExitStack() as stack:
+            if not step:
+                for one in models:
+                    stack.enter_context(no_sync(one))
+            yield batch, step
+
+
+def _with_last(loader: Iterable[B]) -> Iterator[tuple[B, bool]]:
+    """Yields each batch with whether it is the last one."""
+    try:
+        total = len(cast("Sized", loader))
+    except TypeError:
+        batches = iter(loader)
+        batch = next(batches, _END)
+        while batch is not _END:
+            following = next(batches, _END)
+            yield batch, following is _END
+            batch = following
+        return
+    for number, batch in enumerate(loader, 1):
+        yield batch, number >= total
+
+
+_END: Any = object()
 
 
 def sync_buffers(world: World, model: nn.Module) -> None:
@@ -104,154 +185,52 @@ def sync_buffers(world: World, model: nn.Module) -> None:
     Call it on all ranks before they evaluate: in training every rank updates its own buffers.
     """
     if world.world_size > 1:
-        _broadcast_into(unwrap(model).buffers(), world.device)
+        buffers = dict(unwrap(model).named_buffers())
+        if world.check:
+            agree(world, Call("sync_buffers", f" of {described(_told, buffers)}"))
+        _broadcast_into(buffers.values(), world.device)
 
 
-class DistributedModel(DistributedDataParallel):
-    """torch's `DistributedDataParallel` that shows the module's face.
-
-    State dicts and names have no `module.` prefix, attributes and methods of the module are read
-    and written through it, a forward pass without gradients makes no collective, and copies and
-    pickles are of the plain module.
-    """
-
-    module: nn.Module
-
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        cast("Any", super()).__init__(module, **options)
-        del self.dim  # DDP does not use it, and many a module has one
-        # Hooks and not methods: a parent module's state_dict() and load_state_dict() call only
-        # hooks of its children. The underscored ones exist in every supported torch.
-        untyped: Any = self
-        untyped._register_state_dict_hook(_strip_prefix)
-        untyped._register_load_state_dict_pre_hook(_add_prefix, with_module=True)
-        untyped.register_load_state_dict_post_hook(_strip_reported)
-        self._load_prefix = ""
-        self._begun = False
-        _warn_of_hidden(self)
-        self._complete = True  # from here on attributes go to the module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module; synchronises buffers and gradients only when gradients are enabled."""
-        forward = cast("Any", super()).forward
-        if torch.is_grad_enabled():
-            if self._begun:
-                record.step()  # the one before has come to its end
-            self._begun = True
-            return forward(*args, **kwargs)
-        # Otherwise DDP broadcasts buffers in its first forward but not in later ones, so that a
-        # forward on one rank only, as in validation on rank 0, would wait for the others.
-        due = self.require_forward_param_sync
-        self.require_forward_param_sync = False
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            self.require_forward_param_sync = due
-
-    # -- attributes ----------------------------------------------------------------------------
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "module" not in self.__dict__.get("_modules", ()):
-                raise
-        return getattr(self.module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self._is_own(name):
-            super().__setattr__(name, value)
-        else:
-            setattr(self.module, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if self._is_own(name):
-            object.__delattr__(self, name)
-        else:
-            delattr(self.module, name)
-
-    def _is_own(self, name: str) -> bool:
-        own = self.__dict__
-        return (
-            "_complete" not in own
-            or name in own
-            or name in own["_modules"]
-            or name in _SET_LATER
-            or hasattr(type(self), name)
-        )
-
-    # -- the module's tree in the place of ours ------------------------------------------------
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Returns what the module returns."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Returns what the module returns."""
-        return self.module.named_buffers(*args, **kwargs)
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the module returns."""
-        return cast("Any", self.module).named_modules(*args, **kwargs)
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Returns what the module returns."""
-        return self.module.named_children()
-
-    def train(self, mode: bool = True) -> DistributedModel:
-        """Sets the mode of the module and of the wrapper."""
-        self.training = mode
-        self.module.train(mode)  # torch's goes over the children, which are now the module's
-        return self
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> DistributedModel:
-        """Applies `fn` to the module and its submodules."""
-        self.module.apply(fn)
-        return self
-
-    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> DistributedModel:
-        cast("Any", self.module)._apply(fn, *args, **kwargs)
-        return self
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Registers a parameter in the module."""
-        self.module.register_parameter(name, param)
-
-    def register_buffer(
-        self, name: str, tensor: torch.Tensor | None, persistent: bool = True
-    ) -> None:
-        """Registers a buffer in the module."""
-        self.module.register_buffer(name, tensor, persistent)
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Adds a submodule to the module."""
-        self.module.add_module(name, module)
-
-    # -- copies --------------------------------------------------------------------------------
-
-    def __copy__(self) -> nn.Module:
-        return copy.copy(self.module)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        return copy.deepcopy(self.module, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _itself, (self.module,)
+def _wrapper(model: nn.Module) -> DistributedDataParallel | None:
+    """Returns the wrapper of data parallelism that a model is, or has inside."""
+    layer: nn.Module | None = model
+    while layer is not None and not isinstance(layer, DistributedDataParallel):
+        layer = _inside(layer)
+    return layer
 
 
-# What DDP sets on itself only after its constructor.
-_SET_LATER = frozenset(
-    {
-        "buffer_hook",
-        "_authoritative_rank",
-        "_divide_by_initial_world_size",
-        "_static_graph_delay_allreduce_enqueued",
+def _parameters(module: nn.Module) -> str:
+    named = {
+        name: one if one.requires_grad else _Frozen(one) for name, one in module.named_parameters()
     }
-)
+    return described(_told, named)
 
 
-def _itself(module: nn.Module) -> nn.Module:
-    return module
+class _Frozen:
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+
+
+def _told(tensor: Any) -> str:
+    if isinstance(tensor, _Frozen):
+        return f"{_told(tensor.parameter)} frozen"
+    if is_lazy(tensor):
+        return "a lazy parameter"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _methods(module: nn.Module, forward: str | Sequence[str]) -> list[str]:
+    names = [forward] if isinstance(forward, str) else list(forward)
+    known = [name for name in dir(type(unwrap(module))) if not hasattr(nn.Module, name)]
+    for name in names:
+        if not callable(getattr(module, name, None)):
+            near = difflib.get_close_matches(name, known, 1)
+            raise RequestError(
+                f"forward={name!r}",
+                f"{type(unwrap(module)).__name__} has no method of that name",
+                f"did you mean {near[0]!r}?" if near else "pass the name of one of its methods",
+            )
+    return names
 
 
 def _inside(module: nn.Module) -> nn.Module | None:
@@ -284,7 +263,7 @@ def _on_device(world: World, module: M | Callable[[], M]) -> M:
             "a DistributedDataParallel", "it is wrapped already", "pass the module inside it"
         )
     if isinstance(module, nn.Module):
-        return cast("M", module.to(world.device))
+        return _materialised(world, cast("M", module)).to(world.device)
     with world.device:
         built = module()
     if not isinstance(built, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -293,7 +272,28 @@ def _on_device(world: World, module: M | Callable[[], M]) -> M:
             f"it made a {type(built).__name__}",
             "pass a function that makes a module",
         )
-    return built.to(world.device)
+    return _materialised(world, built).to(world.device)
+
+
+def _materialised(world: World, module: M) -> M:
+    """Gives memory and first values to what is on the meta device."""
+    layers: dict[str, Any] = dict(cast("Any", module).named_modules())
+    for name, one in layers.items():
+        mine: dict[str, torch.Tensor | None] = {**one._parameters, **one._buffers}
+        bare = [each for each, tensor in mine.items() if tensor is not None and tensor.is_meta]
+        if not bare:
+            continue
+        reset = getattr(one, "reset_parameters", getattr(one, "_reset_parameters", None))
+        if reset is None:
+            full = f"{name}.{bare[0]}" if name else bare[0]
+            raise RequestError(
+                f"{full!r} of {type(module).__name__}, on the meta device",
+                f"{type(one).__name__} has no reset_parameters() that would set its values",
+                "give it one, or make the module with a function: ctx.model(lambda: ...)",
+            )
+        one.to_empty(device=world.device, recurse=False)
+        reset()
+    return module
 
 
 def _share(module: nn.Module, device: torch.device, options: dict[str, Any]) -> None:
@@ -319,51 +319,3 @@ def _broadcast_into(
         work.wait()
         if wire.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(wire)
-
-
-def _warn_of_hidden(model: DistributedModel) -> None:
-    # DDP needs these names itself, so they cannot lead to the module.
-    ours = (set(dir(model)) - set(dir(nn.Module()))) - {"device", "module"}
-    theirs = set(dir(model.module))
-    for name in sorted(ours & theirs):
-        if not name.startswith("_"):
-            warnings.warn(
-                f"{type(model.module).__name__}.{name} is hidden by DistributedDataParallel's "
-                f"attribute of that name; reach it as unwrap(model).{name}",
-                stacklevel=4,
-            )
-
-
-# -- state dicts -------------------------------------------------------------------------------
-
-
-def _strip_prefix(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
-) -> None:
-    _rename(state_dict, prefix + "module.", prefix)
-    metadata = getattr(state_dict, "_metadata", None)
-    if metadata is not None:
-        inner = metadata.pop(prefix + "module", {})
-        _rename(metadata, prefix + "module.", prefix)
-        metadata[prefix[:-1]] = inner
-
-
-def _add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    cast("Any", module)._load_prefix = prefix
-    _rename(state_dict, prefix, prefix + "module.")
-
-
-def _strip_reported(module: nn.Module, incompatible: Any) -> None:
-    prefix: str = cast("Any", module)._load_prefix
-    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
-        keys[:] = [_renamed(key, prefix + "module.", prefix) for key in keys]
-
-
-def _rename(mapping: dict[str, Any], old: str, new: str) -> None:
-    # Takes all out before it puts any back: a new name may be the old name of another.
-    moved = [(key, mapping.pop(key)) for key in list(mapping) if key.startswith(old)]
-    mapping.update((_renamed(key, old, new), value) for key, value in moved)
-
-
-def _renamed(key: str, old: str, new: str) -> str:
-    return new + key[len(old) :] if key.startswith(old) else key

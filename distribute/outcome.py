@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from distribute import cells, interrupt
 from distribute.culprit import find
 from distribute.errors import (
+    BarrierTimeout,
     RankOutcome,
     RemoteTraceback,
     RequestError,
@@ -246,7 +247,7 @@ def raised(rank: int, error: BaseException, *, local: bool) -> Outcome:
         text=_text(error),
         traceback="".join(traceback.format_exception(_without_ours(error))),
         where=f"process {os.getpid()} on {socket.gethostname()}",
-        timed_out=_says(error, RuntimeError, _TIMEOUTS),
+        timed_out=isinstance(error, BarrierTimeout) or _says(error, RuntimeError, _TIMEOUTS),
     )
     facts.again = _held(error, ORIGIN, rank) != rank
     echo = facts.again or _says(error, RuntimeError, _ECHOES)

@@ -57,6 +57,7 @@ class Plan:
         seed: Seed of the random-number generators, or None.
         output: `"all"`, `"main"` or `"none"`, or the directory of the ranks' files.
         write_back: Whether the state of the objects that the function is given comes back.
+        check_collectives: Whether ranks agree on each collective before it.
         command: What re-executed workers run.
         cores: CPU cores to share out.
         external: The world of an external launcher.
@@ -79,6 +80,7 @@ class Plan:
     seed: int | None = None
     output: str | PurePath = "all"
     write_back: bool = True
+    check_collectives: bool = True
     command: tuple[str, ...] = ()
     cores: int = 1
     external: External | None = None
@@ -98,6 +100,8 @@ class Plan:
             lines.append("output        " + self._output())
         if not self.write_back:
             lines.append("state         of what the function is given stays as it is in the caller")
+        if not self.check_collectives:
+            lines.append("collectives   are not checked for being the same on all ranks")
         return "\n".join(lines)
 
     def _group(self) -> str:
@@ -173,6 +177,7 @@ def resolve(
         "seed": seed(request.seed),
         "output": output(request.output, exists=machine.output_exists),
         "write_back": flag("write_back", request.write_back),
+        "check_collectives": flag("check_collectives", request.check_collectives),
         "cores": machine.cores,
     }
     if keep:

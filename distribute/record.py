@@ -128,8 +128,7 @@ class Record:
         if self._inside:
             yield
             return
-        while frame is not None and frame.f_code.co_filename.startswith(_OURS):
-            frame = frame.f_back
+        frame = _outside(frame)
         place = "?" if frame is None else f"{frame.f_lineno}\0{frame.f_code.co_filename}"
         text = f"{name}\0{place}".encode(errors="replace")[: _SIZE - _PAGE.size]
         self._inside = True
@@ -286,6 +285,19 @@ def operation(name: str) -> Generator[None]:
         return
     with _mine.operation(name, sys._getframe(2)):
         yield
+
+
+def site() -> str:
+    """Returns where this library was called from, as `file:line`."""
+    frame = _outside(sys._getframe(1))
+    return "?" if frame is None else f"{cells.short(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _outside(frame: FrameType | None) -> FrameType | None:
+    """Returns the innermost frame that is not this library's."""
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return frame
 
 
 def step() -> None:

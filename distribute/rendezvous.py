@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -112,10 +113,10 @@ class Rendezvous:
 
 
 def only_group() -> bool:
-    """Tells whether the group that was joined exists and no other: the user has changed nothing."""
+    """Tells whether the groups of this library exist and no other: the user has changed nothing."""
     import torch.distributed as dist
 
-    groups = list(dist.distributed_c10d._world.pg_map)
+    groups = [one for one in dist.distributed_c10d._world.pg_map if one not in _adopted]
     return len(groups) == 1 and any(one is groups[0] for one in _held)
 
 
@@ -142,6 +143,15 @@ def leave(*, failed: bool) -> None:
 # References to the process groups of the running call. The user's function may drop or destroy
 # them at any moment; none of its frames is to hold the last reference to one.
 _held: list[Any] = []
+
+
+# Groups besides the joined one that this library has made, and may find in the next call.
+_adopted: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def adopt(group: Any) -> None:
+    """Notes a group of all ranks that this library has made."""
+    _adopted.add(group)
 
 
 def hold_groups() -> None:

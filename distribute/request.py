@@ -63,6 +63,9 @@ class Options(TypedDict, total=False):
         write_back: Whether modules, optimizers, schedulers and gradient scalers that the function
             is given have rank 0's state when the call has returned, wherever in the arguments they
             are. False leaves the caller's as they were. See docs/values.md. Default True.
+        check_collectives: Whether the ranks tell each other, before each collective of `Context`,
+            what they are about to do, so that a mismatch is an error on every rank. See
+            docs/collectives.md. Default True.
     """
 
     devices: int | Sequence[int] | Literal["auto"]
@@ -79,6 +82,7 @@ class Options(TypedDict, total=False):
     seed: int | None
     output: str | PathLike[str]
     write_back: bool
+    check_collectives: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +104,7 @@ class Request:
     seed: int | None = None
     output: str | PathLike[str] = "all"
     write_back: bool = True
+    check_collectives: bool = True
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Request:

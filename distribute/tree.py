@@ -31,6 +31,39 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     return fn(tree)
 
 
+def described(fn: Callable[[Any], str], tree: Any) -> str:
+    """Returns a text of a structure, with `fn(leaf)` for every leaf.
+
+    It is the same for two structures in which `map_leaves` visits the same places.
+    """
+    kind = cast("Any", type(tree))
+    if issubclass(kind, dict):
+        items = (f"{key!r}: {described(fn, tree[key])}" for key in _in_fixed_order(tree))
+        return f"{{{', '.join(items)}}}"
+    if issubclass(kind, list):
+        return f"[{', '.join(described(fn, item) for item in tree)}]"
+    if issubclass(kind, tuple):
+        return f"({', '.join(described(fn, item) for item in tree)})"
+    if dataclasses.is_dataclass(kind):
+        names = (field.name for field in dataclasses.fields(tree))
+        items = (f"{name}={described(fn, getattr(tree, name))}" for name in names)
+        return f"{type(tree).__qualname__}({', '.join(items)})"
+    return fn(tree)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Returns the leaves of a structure, in the order in which `map_leaves` visits them."""
+    found: list[Any] = []
+    map_leaves(found.append, tree)
+    return found
+
+
+def filled(tree: Any, values: Iterable[Any]) -> Any:
+    """Returns a structure like `tree` with other leaves, which come in the order of `leaves`."""
+    rest = iter(values)
+    return map_leaves(lambda _: next(rest), tree)
+
+
 def _map_dict(fn: Callable[[Any], Any], tree: dict[Any, Any]) -> dict[Any, Any]:
     # A copy keeps the order of insertion and what a subclass holds, such as a default factory.
     result = copy.copy(tree)

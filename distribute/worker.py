@@ -109,6 +109,7 @@ class Seat:
             seed=call.seed,
             grouped=plan.world_size > 1,
             restart_count=call.restarts,
+            check=plan.check_collectives,
         )
         return Context(world, PLAIN if plan.detached and not local else call.display)
 

@@ -25,6 +25,7 @@ class World:
         seed: Seed of the data order; rank 0 fixed it and every rank has the same.
         grouped: Whether a torch process group exists; false in a world of one that has none.
         restart_count: How often the world was started again after a failure.
+        check: Whether ranks tell each other what they are about to do before a collective.
         epochs: Of each loader of the call, by its ordinal, the epoch that it has begun last. It
             alone changes during a call.
     """
@@ -40,4 +41,5 @@ class World:
     seed: int
     grouped: bool
     restart_count: int = 0
+    check: bool = True
     epochs: dict[int, int] = field(default_factory=dict[int, int], compare=False)

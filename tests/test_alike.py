@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, RandomSampler, Subset, TensorDataset, random_split
 
 from distribute import Context, run, workers
-from distribute.errors import RequestError
+from distribute.errors import CollectiveMismatch, RequestError
 from tests.ranks import on_ranks
 
 HUNDRED = torch.arange(100)
@@ -143,3 +143,16 @@ def test_without_a_call_nothing_is_compared() -> None:
     )
 
     assert counts == [5, 6] or counts == [5, 5]
+
+
+def test_loaders_at_different_epochs_are_an_error_at_the_next_collective() -> None:
+    def fn(ctx: Context) -> None:
+        loader = ctx.dataloader(HUNDRED, shuffle=True)
+        if ctx.is_main_process:
+            next(iter(loader))  # to look at a batch: rank 0 is an epoch ahead from here on
+        ctx.all_reduce(1)
+
+    with pytest.raises(CollectiveMismatch) as caught:
+        on_two(fn)
+
+    assert "loaders: 0 in epoch 0" in str(caught.value)

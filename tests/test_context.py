@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from distribute import Context, run
+from distribute import BarrierTimeout, CollectiveMismatch, Context, run
 
 FORK: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork"}
 
@@ -163,3 +164,110 @@ def test_the_loader_shares_out_and_the_model_averages() -> None:
 
     assert one[1] == two[1] == 3
     assert set(one[0]) | set(two[0]) == set(range(10))
+
+
+def test_one_file_holds_all_that_a_run_goes_on_from(tmp_path: Path) -> None:
+    """Model, optimizer, scheduler, scaler, random numbers: the resumed run is the uninterrupted."""
+    path = tmp_path / "run.pt"
+    numpy = pytest.importorskip("numpy")
+
+    def body(ctx: Context, steps: range, resume: bool) -> tuple[list[float], Any]:
+        model = ctx.model(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        if resume:
+            state = ctx.load(path)
+            assert state["where"] == path
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            scheduler.load_state_dict(state["scheduler"])
+            streams = state["streams"][ctx.rank]
+            torch.set_rng_state(streams["torch"])
+            random.setstate(streams["python"])
+            numpy.random.set_state(streams["numpy"])
+        drawn: list[float] = []
+        for step in steps:
+            optimizer.zero_grad()
+            model(torch.ones(2, 3) * step).square().sum().backward()
+            optimizer.step()
+            scheduler.step()
+            drawn += [random.random(), float(numpy.random.rand()), scheduler.get_last_lr()[0]]
+            streams = {
+                "torch": torch.get_rng_state(),
+                "python": random.getstate(),
+                "numpy": numpy.random.get_state(),
+            }
+            state = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "scheduler": scheduler.state_dict(),
+                "streams": ctx.all_gather_object(streams),
+                "where": path,
+                "step": step,
+            }
+            if step == 2:
+                ctx.save(state, path)
+        return drawn, [one.tolist() for one in model.parameters()]
+
+    whole = run(body, range(6), False, seed=3, returns="all", **FORK)
+    rest = run(body, range(3, 6), True, seed=99, returns="all", **FORK)
+
+    for one, two in zip(whole, rest, strict=True):
+        assert one[0][9:] == two[0]
+        assert one[1] == two[1]
+    assert whole[0][0] != whole[1][0]
+    assert os.listdir(tmp_path) == ["run.pt"]
+
+
+def test_a_barrier_that_is_not_reached_says_where_the_missing_rank_is() -> None:
+    """The caller gets the barrier's error with the report of a hang."""
+
+    def body(ctx: Context) -> None:
+        if ctx.rank == 1:
+            time.sleep(60)
+        ctx.barrier(timeout=0.5, name="data ready")
+
+    with pytest.raises(BarrierTimeout) as caught:
+        run(body, **FORK)
+
+    assert "barrier 'data ready': rank(s) 1 had not come within 0.5 s" in str(caught.value)
+    (report,) = (note for note in caught.value.__notes__ if "rank 1 is at" in note)
+    assert "test_context.py" in report
+    assert "time.sleep(60)" in report
+    assert caught.value.outcomes[0].collective.startswith("barrier 'data ready' at ")
+
+
+def test_a_mismatch_that_reaches_the_caller_is_one_failure() -> None:
+    def body(ctx: Context) -> None:
+        ctx.all_reduce(torch.ones(2 + ctx.rank))
+
+    with pytest.raises(CollectiveMismatch, match=r"rank 1: all_reduce.* of float32\[3\]") as caught:
+        run(body, **FORK)
+
+    assert not any("as well" in note for note in caught.value.__notes__)
+    assert {one.kind for one in caught.value.outcomes} == {"raised"}
+
+
+def test_a_caught_mismatch_leaves_the_call_in_order() -> None:
+    """Under every kind of collective of the context, on_main too."""
+
+    def body(ctx: Context) -> tuple[int, list[str]]:
+        found = []
+        for other in (ctx.barrier, lambda: ctx.all_gather(1), lambda: ctx.scatter([1, 2])):
+            with pytest.raises(CollectiveMismatch) as caught:
+                ctx.on_main(str) if ctx.rank == 0 else other()
+            found.append(str(caught.value))
+        return ctx.all_reduce(1), found
+
+    one, two = run(body, returns="all", **FORK)
+    assert one == two
+    assert one[0] == 2
+    assert all("rank 0: on_main(src=0) at" in each for each in one[1])
+
+
+def test_check_collectives_reaches_the_ranks() -> None:
+    def body(ctx: Context) -> bool:
+        return ctx._world.check
+
+    assert run(body, returns="all", check_collectives=False, **FORK) == [False, False]
+    assert run(body, returns="all", **FORK) == [True, True]

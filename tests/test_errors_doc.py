@@ -839,8 +839,70 @@ def model(ground: Ground) -> list[str]:
         alone(lambda ctx: ctx.model(nn.Linear(1, 1), device_ids=[0])),
         alone(lambda ctx: ctx.model(nn.Linear(1, 1), sync_batchnorm=True)),
         alone(lambda ctx: ctx.model(lambda: 3)),  # type: ignore[type-var]
+        alone(lambda ctx: ctx.model(Encoder(), forward="los")),
+        alone(lambda ctx: ctx.model(Encoder(), forward="x")),
+        alone(lambda ctx: ctx.model(on_meta())),
         on_two(wrapped),
     ]
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(1, 1)
+        self.spare = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x)
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).sum()
+
+
+def on_meta() -> nn.Module:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.ones(1, device="meta"))
+    return module
+
+
+@producer
+def training(ground: Ground) -> list[str]:
+    x = torch.ones(1, 1)
+
+    def beside(ctx: Context) -> None:
+        model = ctx.model(Encoder())
+        model.part(x).sum().backward()
+
+    def unused(ctx: Context) -> None:
+        model = ctx.model(Encoder())
+        for _ in range(2):
+            model(x).sum().backward()
+
+    def changed(ctx: Context, name: str) -> None:
+        module = Encoder()
+        module.spare.weight.requires_grad_(False)
+        model = ctx.model(module)
+        if name == "spare.weight":
+            module.spare.weight.requires_grad_(True)
+        elif name == "extra":
+            model.extra = nn.Parameter(x)
+        else:
+            module.part.bias.requires_grad_(False)
+        model(x)
+
+    return [
+        on_two(beside),
+        on_two(unused),
+        *(on_two(partial(changed, name=name)) for name in ("spare.weight", "extra", "part.bias")),
+    ]
+
+
+@producer
+def accumulate(ground: Ground) -> list[str]:
+    def static(ctx: Context) -> None:
+        ctx.accumulate(ctx.model(nn.Linear(1, 1), static_graph=True), [1], 2)
+
+    return [alone(lambda ctx: ctx.accumulate(nn.ReLU(), [1], 0)), on_two(static)]
 
 
 class Hiding(nn.Linear):
@@ -1000,18 +1062,37 @@ def data_differs(ground: Ground) -> list[str]:
 
 @producer
 def collectives(ground: Ground) -> list[str]:
-    def gather(ctx: Context) -> None:
-        ctx.all_gather(torch.ones(1) if ctx.rank == 0 else torch.ones(1).double())
-
     return [
         alone(lambda ctx: ctx.all_reduce(1, op="avg")),
         alone(lambda ctx: ctx.broadcast(1, src=2)),
+        alone(lambda ctx: ctx.all_reduce(1, "mean", weight=-1)),
+        alone(lambda ctx: ctx.all_reduce(1, weight=2)),
+        alone(lambda ctx: ctx.all_reduce(1, "max", differentiable=True)),
+        alone(lambda ctx: ctx.scatter([1, 2])),
+        alone(lambda ctx: ctx.barrier(timeout=0)),
         alone(lambda ctx: ctx.all_reduce({"loss": "low"})),
         alone(lambda ctx: ctx.all_reduce(torch.ones(1, dtype=torch.complex64), op="max")),
         alone(lambda ctx: ctx.all_reduce(2**64)),
         alone(lambda ctx: ctx.all_reduce(torch.eye(2).to_sparse())),
-        on_two(gather),
     ]
+
+
+@producer
+def collective_mismatch(ground: Ground) -> list[str]:
+    return [
+        on_two(lambda ctx: ctx.all_reduce(torch.ones(1 + ctx.rank))),
+        on_two(lambda ctx: ctx.all_reduce(1) if ctx.rank else ctx.barrier()),
+        on_two(lambda ctx: ctx.model(nn.Linear(1, 1 + ctx.rank))),
+    ]
+
+
+@producer
+def barrier(ground: Ground) -> list[str]:
+    def late(ctx: Context) -> None:
+        time.sleep(0.5 * ctx.rank)
+        ctx.barrier(timeout=0.2, name="load")
+
+    return [on_two(late)]
 
 
 @producer

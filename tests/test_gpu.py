@@ -161,3 +161,56 @@ def test_arguments_on_a_gpu_arrive_on_the_device_of_the_rank(accelerator: str) -
     assert back.tolist() == [0, 0, 7, 0, 0]
     assert back.device.type == "cpu"
     assert {one.device.type for one in net.parameters()} == {"cuda"}  # it is the caller's own
+
+
+def normalise(ctx: Context) -> tuple[list[float], list[float], list[float]]:
+    torch.manual_seed(0)
+    whole = torch.randn(4 * ctx.world_size, 3)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    model = ctx.model(net, sync_batchnorm=True)
+    share = whole[ctx.rank :: ctx.world_size].to(ctx.device)
+    (model(share)[:, 0] ** 3).mean().backward()
+    weight, norm = model[0].weight, model[1]
+    return weight.grad.flatten().tolist(), norm.running_mean.tolist(), norm.running_var.tolist()
+
+
+def test_batchnorm_of_all_ranks_is_that_of_the_whole_batch() -> None:
+    """SyncBatchNorm: as one process with the batch of all."""
+    found = run(normalise, devices=GPUS, accelerator="cuda", returns="all")
+
+    torch.manual_seed(0)
+    whole = torch.randn(4 * GPUS, 3)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    (net(whole)[:, 0] ** 3).mean().backward()
+    expected = net[0].weight.grad.flatten(), net[1].running_mean, net[1].running_var
+    for one in found:
+        for value, wanted in zip(one, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(value), wanted, rtol=1e-3, atol=1e-4)
+
+
+def scale(ctx: Context) -> list[tuple[float, list[float]]]:
+    model = ctx.model(torch.nn.Linear(2, 1).half().float())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
+    found = []
+    for step in range(2):
+        optimizer.zero_grad()
+        x = torch.ones(2, 2, device=ctx.device)
+        if step == 0 and ctx.rank == ctx.world_size - 1:
+            x *= torch.inf
+        with torch.autocast("cuda", torch.float16):
+            loss = model(x).float().sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append((scaler.get_scale(), model.weight.flatten().tolist()))
+    return found
+
+
+def test_a_scaler_skips_the_step_on_all_ranks() -> None:
+    """Its scale, and the weights, stay equal on all of them."""
+    found = run(scale, devices=GPUS, accelerator="cuda", returns="all")
+
+    assert all(one == found[0] for one in found)
+    assert [factor for factor, _ in found[0]] == [4.0, 4.0]
+    assert found[0][0][1] != found[0][1][1]

@@ -27,12 +27,19 @@ report arrival stopping
 failure
 context
 model data
+replica
+watch
 loading
 asked iterables progress transfer
 indices
-alike collectives randomness
+alike barriers randomness
+collectives
+reduction
+scalars
+agreement parcel
 sharding
 ending deadline meeting outcome link
+gradients groups
 state task
 changes
 messages
@@ -41,7 +48,7 @@ display machine request place payload home
 record output
 consumer
 sent
-ambient cgroup command devices environment interrupt memory openmp process rendezvous stateful tree world
+ambient cgroup checkpoint command devices environment interrupt memory openmp process rendezvous stateful tree world
 cells culprit errors hosting lifeline notice reference threads
 launchers.__init__
 """  # noqa: E501

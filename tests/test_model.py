@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +16,27 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distribute.errors import RequestError
-from distribute.model import DistributedModel, no_sync, sync_buffers, unwrap, wrap
+from distribute.collectives import all_gather
+from distribute.errors import CollectiveMismatch, RequestError
+from distribute.model import accumulate, no_sync, sync_buffers, unwrap, wrap
+from distribute.replica import DistributedModel
 from distribute.world import World
 from tests.ranks import alone, on_ranks
+
+
+class Parts(nn.Module):
+    """Parts that can be called one by one, and a method that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(2, 2, bias=False)
+        self.head = nn.Linear(2, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x))
+
+    def loss(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        return self(x).square().mean() * scale
 
 
 class Net(nn.Module):
@@ -184,6 +203,34 @@ def test_attributes_and_methods_reach_the_module() -> None:
         assert found["double"] == torch.float64
 
 
+def test_containers_stay_containers() -> None:
+    def fn(world: World) -> dict[str, Any]:
+        inner = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+        model = wrap(world, inner)
+        byname = wrap(world, nn.ModuleDict({"a": nn.Linear(1, 1)}))
+        plain = wrap(world, nn.Linear(1, 1))
+        with pytest.raises(TypeError):
+            len(plain)
+        model[1] = nn.Tanh()
+        found = {
+            "len": len(model),
+            "items": [type(one).__name__ for one in model],
+            "same": model[0] is inner[0] and byname["a"] is unwrap(byname)["a"],
+            "in": "a" in byname and "b" not in byname,
+            "true": bool(plain),
+            "type": isinstance(model, DistributedModel) and type(plain) is DistributedModel,
+            "copy": type(copy.deepcopy(model)).__name__,
+        }
+        model(torch.ones(1, 1)).sum().backward()
+        return found
+
+    for found in on_ranks(2, fn):
+        assert found == {
+            "len": 2, "items": ["Linear", "Tanh"], "same": True, "in": True, "true": True,
+            "type": True, "copy": "Sequential",
+        }  # fmt: skip
+
+
 def test_a_name_that_ddp_needs_itself_is_warned_of() -> None:
     class Logging(nn.Linear):
         logger = "mine"
@@ -286,6 +333,349 @@ def test_no_sync_keeps_gradients_local_until_the_next_forward_outside() -> None:
     assert on_ranks(2, fn) == [(1.0, 3.0), (2.0, 3.0)]
 
 
+# -- what would not be synchronised ------------------------------------------------------------
+
+
+def share(world: World) -> torch.Tensor:
+    return torch.full((1, 2), float(world.rank + 1))
+
+
+def agreed(world: World, model: nn.Module) -> bool:
+    """Whether all ranks have the same gradients, and have some."""
+    mine = torch.cat([one.grad.flatten() for one in unwrap(model).parameters()])
+    rows = [torch.empty_like(mine) for _ in range(world.world_size)]
+    dist.all_gather(rows, mine)
+    return all(torch.equal(row, mine) for row in rows) and bool(mine.any())
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        lambda model, x: model.encoder(x).sum().backward(),
+        lambda model, x: model.loss(x).backward(),
+        lambda model, x: unwrap(model)(x).sum().backward(),
+    ],
+    ids=["part", "method", "unwrapped"],
+)
+@pytest.mark.parametrize("after_a_step", [False, True])
+def test_a_gradient_past_the_wrapper_is_refused(
+    train: Callable[[Any, torch.Tensor], None], after_a_step: bool
+) -> None:
+    def fn(world: World) -> tuple[str, bool]:
+        model = wrap(world, Parts())
+        if after_a_step:
+            model(share(world)).sum().backward()
+        with pytest.raises(RequestError, match="beside the model's own") as caught:
+            train(model, share(world))
+        model.zero_grad()
+        model(share(world)).sum().backward()
+        return caught.value.given, agreed(world, model)
+
+    for given, synchronised in on_ranks(2, fn):
+        assert re.fullmatch(r"a gradient of parameter '(encoder|head).weight' of Parts", given)
+        assert synchronised
+
+
+def test_a_second_backward_of_one_forward_is_refused() -> None:
+    def fn(world: World) -> None:
+        model = wrap(world, Parts())
+        loss = model(share(world)).sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(RequestError, match="a second backward pass"):
+            loss.backward()
+
+    on_ranks(2, fn)
+
+
+def test_what_is_synchronised_after_all_is_let_through() -> None:
+    """Parts beside the whole in one loss, losses of several heads, gradients that stay local."""
+
+    class Heads(Parts):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.encoder(x.detach()), self.head(x)
+
+    def fn(world: World) -> list[bool]:
+        found = []
+        model = wrap(world, Parts())
+        x = share(world)
+        (model(x).sum() + model.encoder(x).sum()).backward()
+        found.append(agreed(world, model))
+        heads = wrap(world, Heads())
+        for _ in range(2):
+            heads.zero_grad()
+            one, two = heads(x)
+            one.sum().backward()
+            two.sum().backward()
+            found.append(agreed(world, heads))
+        model.zero_grad()
+        with no_sync(model):
+            model.encoder(x).sum().backward()
+        model(x).sum().backward()
+        found.append(agreed(world, model))
+        with torch.no_grad():
+            model.loss(x)
+        model.encoder(x).sum()  # nobody asks for its gradient
+        return found
+
+    assert on_ranks(2, fn) == [[True] * 4] * 2
+
+
+def test_the_callers_module_is_free_again_when_the_wrapper_is_gone() -> None:
+    def fn(world: World) -> bool:
+        module = Parts()
+        model = wrap(world, module)
+        model(share(world)).sum().backward()
+        again = wrap(world, module)
+        again(share(world)).sum().backward()  # the first wrapper has nothing against it
+        model(share(world)).sum().backward()
+        del model, again
+        gc.collect()
+        module(share(world)).sum().backward()
+        return module.head.weight._post_accumulate_grad_hooks is None or not (
+            module.head.weight._post_accumulate_grad_hooks
+        )
+
+    assert on_ranks(2, fn) == [True, True]
+
+
+def test_after_the_call_the_module_may_be_trained_by_itself() -> None:
+    def fn(world: World) -> list[bool]:
+        model = wrap(world, Parts())
+        model(share(world)).sum().backward()
+        dist.destroy_process_group()
+        unwrap(model)(share(world)).sum().backward()
+        return [model.head.weight.grad is not None, dist.is_initialized()]
+
+    assert on_ranks(2, fn) == [[True, False]] * 2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("forward", ["loss", ("loss", "forward")])
+def test_a_named_method_is_synchronised_like_forward(
+    size: int, forward: str | tuple[str, ...]
+) -> None:
+    def fn(world: World) -> list[Any]:
+        model = wrap(world, seeded(Parts), forward=forward)
+        model.loss(share(world), scale=2.0).backward()
+        first = model.encoder.weight.grad.tolist()
+        model.zero_grad()
+        model(share(world)).square().mean().mul(2.0).backward()
+        with torch.no_grad():
+            if world.rank == 0:
+                model.loss(share(world))  # no collective
+        return [first, model.encoder.weight.grad.tolist()]
+
+    found = on_ranks(2, fn) if size == 2 else [fn(alone())]
+    expected = []
+    for rank in range(size):
+        module = seeded(Parts)
+        (module(torch.full((1, 2), float(rank + 1))).square().mean() * 2).backward()
+        expected.append(module.encoder.weight.grad)
+    mean = torch.stack(expected).mean(0)
+    for first, second in found:
+        torch.testing.assert_close(torch.tensor(first), mean)
+        torch.testing.assert_close(torch.tensor(second), mean)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_module_is_trained_and_looked_after() -> None:
+    def fn(world: World) -> bool:
+        model = wrap(world, torch.jit.script(Parts()))
+        for _ in range(2):
+            model.zero_grad()
+            model(share(world)).sum().backward()
+        with pytest.raises(RequestError, match="beside the model's own"):
+            unwrap(model)(share(world)).sum().backward()
+        model.zero_grad()
+        model(share(world)).sum().backward()
+        return agreed(world, model)
+
+    assert on_ranks(2, fn) == [True, True]
+
+
+def test_parameters_without_gradient_are_named() -> None:
+    def fn(world: World) -> str:
+        module = Parts()
+        module.spare = nn.Linear(1, 1)
+        model = wrap(world, module)
+        model(share(world)).sum().backward()
+        with pytest.raises(RequestError) as caught:
+            model(share(world))
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        module = Parts()
+        module.spare = nn.Linear(1, 1)
+        unused = wrap(world, module, find_unused_parameters=True)
+        for _ in range(3):
+            unused.zero_grad()
+            unused(share(world)).sum().backward()
+        return str(caught.value)
+
+    for rank, message in enumerate(on_ranks(2, fn)):
+        assert f"parameters 'spare.weight', 'spare.bias' of Parts on rank {rank}" in message
+        assert "pass find_unused_parameters=True to ctx.model" in message
+
+
+def added(model: Any) -> None:
+    model.extra = nn.Parameter(torch.ones(1))
+
+
+def replaced(model: Any) -> None:
+    model.head.weight = nn.Parameter(torch.ones(1, 2))
+
+
+def layer_added(model: Any) -> None:
+    unwrap(model).encoder.bias_free = nn.Linear(1, 1)
+
+
+def frozen(model: Any) -> None:
+    model.encoder.requires_grad_(False)
+
+
+def unfrozen(model: Any) -> None:
+    model.spare.requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (added, "parameter 'extra' of Parts, added or replaced after ctx.model"),
+        (replaced, "parameter 'head.weight' of Parts, added or replaced after ctx.model"),
+        (
+            layer_added,
+            "parameters 'encoder.bias_free.weight', 'encoder.bias_free.bias' of Parts, added",
+        ),
+        (frozen, "parameter 'encoder.weight' of Parts, frozen after ctx.model"),
+        (unfrozen, "parameter 'spare.weight' of Parts, unfrozen after ctx.model"),
+    ],
+)
+def test_what_ddp_would_not_notice_is_refused_at_the_next_forward(
+    change: Callable[[Any], None], said: str
+) -> None:
+    def fn(world: World) -> tuple[str, bool]:
+        module = Parts()
+        module.spare = nn.Linear(2, 2, bias=False).requires_grad_(False)
+        model = wrap(world, module)
+        model(share(world)).sum().backward()
+        change(model)
+        with torch.no_grad():
+            model(share(world))
+        with pytest.raises(RequestError) as caught:
+            model(share(world))
+        again = wrap(world, unwrap(model), find_unused_parameters=True)
+        again.zero_grad()
+        again(share(world)).sum().backward()
+        return str(caught.value), bool(again.head.weight.grad.any())
+
+    for message, trained in on_ranks(2, fn):
+        assert said in message
+        assert "model = ctx.model(ctx.unwrap(model))" in message
+        assert trained
+
+
+def test_models_that_differ_between_ranks_are_an_error_on_all() -> None:
+    def fn(world: World) -> str:
+        with pytest.raises(CollectiveMismatch) as caught:
+            wrap(world, nn.Linear(2, 2 + world.rank))
+        wrap(world, nn.Linear(2, 2))
+        return str(caught.value)
+
+    for message in on_ranks(2, fn):
+        assert "rank 0: model(Linear) with {'bias': float32[2], 'weight': float32[2, 2]}" in message
+        assert "rank 1: model(Linear) with {'bias': float32[3], 'weight': float32[3, 2]}" in message
+        assert "test_model.py:" in message
+
+
+# -- accumulation ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_length", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_accumulate_synchronises_at_every_step_and_at_the_last(
+    size: int, with_length: bool
+) -> None:
+    def fn(world: World) -> list[tuple[int, bool, bool]]:
+        model = wrap(world, nn.Linear(1, 1, bias=False))
+        batches = [1, 2, 3, 4, 5]
+        found = []
+        for batch, step in accumulate(model, batches if with_length else iter(batches), 2):
+            model(torch.full((1, 1), float(batch + world.rank))).sum().backward()
+            total = all_gather(world, model.weight.grad)
+            found.append((batch, step, all(one == total[0] for one in total)))
+            if step:
+                model.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        return found
+
+    found = on_ranks(2, fn) if size == 2 else [fn(alone())]
+    steps = [False, True, False, True, True]
+    for each in found:
+        assert each == [(n, step, step or size == 1) for n, step in enumerate(steps, 1)]
+
+
+def test_a_broken_loop_leaves_synchronising_on() -> None:
+    def fn(world: World) -> bool:
+        model = wrap(world, Parts())
+        for _batch, _step in accumulate([model], range(5), 3):
+            break
+        gc.collect()
+        model(share(world)).sum().backward()
+        return agreed(world, model)
+
+    assert on_ranks(2, fn) == [True, True]
+
+
+def test_accumulate_refuses_what_cannot_be() -> None:
+    def fn(world: World) -> None:
+        for n in (0, -1, 1.5, True):
+            with pytest.raises(RequestError, match="the number of batches of a step"):
+                accumulate(nn.ReLU(), [1], n)
+        model = wrap(world, Parts(), static_graph=True)
+        with pytest.raises(RequestError, match="static_graph=True"):
+            accumulate(model, [1], 2)
+
+    on_ranks(2, fn)
+
+
+# -- modules of other kinds --------------------------------------------------------------------
+
+
+def test_what_is_on_the_meta_device_gets_memory_and_values() -> None:
+    def fn(world: World) -> list[torch.Tensor]:
+        torch.manual_seed(world.rank)
+        with torch.device("meta"):
+            module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+            nameless = nn.Module()
+            nameless.weight = nn.Parameter(torch.ones(1))
+        kept = nn.Parameter(torch.tensor([7.0]))
+        module.register_parameter("kept", kept)
+        model = wrap(world, module)
+        with pytest.raises(RequestError, match=r"'weight' of Module, on the meta device: .*Module"):
+            wrap(world, nameless)
+        made = wrap(world, lambda: _on_meta(nn.Linear, 2, 2))
+        assert made.weight.device.type == "cpu"
+        assert made.weight.abs().max() <= 0.71  # what reset_parameters draws
+        assert unwrap(model).kept is kept
+        model(torch.randn(4, 2))
+        return [one.detach() for one in (model[0].weight, model[1].weight, kept)]
+
+    one, two = on_ranks(2, fn)
+    assert all(map(torch.equal, one, two))
+    assert one[0].abs().max() <= 0.71
+    assert one[0].any()
+    assert one[1].tolist() == [1, 1]
+    assert one[2].tolist() == [7]
+    assert fn_alone().weight.device.type == "cpu"
+
+
+def _on_meta(kind: Any, *args: Any) -> nn.Module:
+    with torch.device("meta"):
+        return kind(*args)
+
+
+def fn_alone() -> nn.Module:
+    return wrap(alone(), _on_meta(nn.Linear, 2, 2))
+
+
 def test_a_frozen_module_is_that_of_rank_0_and_stays_plain() -> None:
     def fn(world: World) -> tuple[bool, list[float], int, float]:
         module = seeded(Net, seed=world.rank).requires_grad_(False)
@@ -358,6 +748,32 @@ def test_compiled_modules_before_and_after_wrapping() -> None:
         assert found["keys"] == ["_orig_mod.weight", "weight"]
 
 
+@pytest.mark.slow
+def test_compiling_the_wrapper_makes_as_many_graphs_as_with_plain_ddp() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    def fn(world: World) -> list[list[int]]:
+        found = []
+        for make in (DistributedDataParallel, lambda module: wrap(world, module)):
+            torch._dynamo.reset()
+            counter = CompileCounterWithBackend("aot_eager")
+            model = torch.compile(make(Parts()), backend=counter)
+            graphs = []
+            for _ in range(4):
+                model(share(world)).sum().backward()
+                graphs.append(counter.frame_count)
+            assert agreed(world, model)
+            with torch.no_grad():
+                model(share(world))
+            found.append([*graphs, counter.frame_count])
+        with pytest.raises(RequestError, match="beside the model's own"):
+            unwrap(model).encoder(share(world)).sum().backward()
+        return found
+
+    for plain, ours in on_ranks(2, fn, timeout=100):
+        assert plain == ours == [1, 1, 1, 1, 2]
+
+
 def test_a_world_of_one_gives_the_module_itself() -> None:
     world = alone()
     module = Net()
@@ -379,6 +795,10 @@ def test_bad_requests_are_refused_in_every_world() -> None:
             wrap(world, Net(), sync_batchnorm=True)
         with pytest.raises(RequestError, match="it made a int"):
             wrap(world, lambda: 3)
+        with pytest.raises(RequestError, match="no method of that name; did you mean 'freeze'"):
+            wrap(world, Net(), forward="freez")
+        with pytest.raises(RequestError, match="pass the name of one of its methods"):
+            wrap(world, Net(), forward="temperature")
 
     fn(alone())
     on_ranks(2, fn)

@@ -728,6 +728,15 @@ def test_write_back(value: bool, devices: int):
     assert ("stays as it is in the caller" in str(chosen)) is not value
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_check_collectives(value: bool):
+    chosen = plan(cpus(), check_collectives=value, devices=2)
+
+    assert chosen.check_collectives is value
+    assert ("are not checked" in str(chosen)) is not value
+    assert "check_collectives=None: it is True or False" in refusal(cpus(), check_collectives=None)
+
+
 @pytest.mark.parametrize("value", [None, 0, 1, "no"])
 def test_a_write_back_that_is_neither_true_nor_false_is_refused(value: object):
     assert f"write_back={value!r}: it is True or False" in refusal(cpus(), write_back=value)
@@ -760,6 +769,7 @@ def test_options_have_the_documented_defaults():
     assert (chosen.timeout, chosen.rendezvous_timeout, chosen.grace) == (None, 120.0, 5.0)
     assert (chosen.returns, chosen.seed, chosen.num_nodes) == ("main", None, 1)
     assert chosen.write_back is True
+    assert chosen.check_collectives is True
 
 
 # -- the printed plan --------------------------------------------------------------------------

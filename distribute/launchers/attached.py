@@ -159,6 +159,7 @@ def _world(plan: Plan, device: torch.device) -> World:
         seed=0,
         grouped=False,
         restart_count=external.restarts,
+        check=plan.check_collectives,
     )
 
 

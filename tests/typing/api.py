@@ -95,3 +95,20 @@ def body(ctx: Context) -> None:
     assert_type(ctx.rank, int)
     for x in ctx.progress([1, 2]):
         assert_type(x, int)
+
+
+@distributed(devices=2, check_collectives=False)
+def helpers(ctx: Context) -> None:
+    net = torch.nn.Linear(1, 1)
+    x = torch.ones(1)
+    assert_type(ctx.model(net, forward="loss", bucket_cap_mb=1), torch.nn.Linear)
+    assert_type(ctx.model(lambda: torch.nn.ReLU(), forward=["a", "b"]), torch.nn.ReLU)
+    for batch, step in ctx.accumulate(net, [x], 2):
+        assert_type(batch, torch.Tensor)
+        assert_type(step, bool)
+    assert_type(ctx.all_reduce(x, op="mean", weight=2, differentiable=True), torch.Tensor)
+    assert_type(ctx.reduce({"a": 1}, 0), dict[str, int] | None)
+    assert_type(ctx.all_gather(x, differentiable=True), list[torch.Tensor])
+    assert_type(ctx.gather(1.5), list[float] | None)
+    assert_type(ctx.scatter([1, 2]), int)
+    ctx.barrier(timeout=1.0, name="x")

@@ -1,0 +1,52 @@
+"""Files that appear whole or not at all, and that are safe to read."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+import tempfile
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+
+def write(obj: object, path: str) -> None:
+    """Writes an object with `torch.save`, and makes missing directories."""
+    directory = os.path.dirname(os.path.abspath(path))
+    os.makedirs(directory, exist_ok=True)
+    descriptor, aside = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=directory)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            torch.save(obj, file)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(aside, 0o666 & ~umask)
+        os.replace(aside, path)
+    except BaseException:
+        os.unlink(aside)
+        raise
+
+
+def read(path: str, map_location: Any) -> Any:
+    """Reads a file of tensors and plain data; nothing in it is run."""
+    allow: Any = getattr(torch.serialization, "safe_globals", None)  # from torch 2.5 on
+    with nullcontext() if allow is None else allow(_plain_types()):
+        return torch.load(path, map_location=map_location, weights_only=True)
+
+
+def _plain_types() -> list[Any]:
+    """Returns types besides torch's own list that hold data and nothing else."""
+    found: list[Any] = [
+        pathlib.PosixPath, pathlib.PurePosixPath, pathlib.WindowsPath, pathlib.PureWindowsPath
+    ]  # fmt: skip
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        # What an array is pickled with: its maker, itself, its dtype.
+        made = numpy.zeros(0).__reduce__()[0], numpy.float64(0).__reduce__()[0]
+        dtypes: set[Any] = {numpy.dtype(one).__class__ for one in "?bhilqBHILQefdFD"}
+        found += [*made, numpy.ndarray, numpy.dtype, *dtypes]
+    return found
