@@ -142,7 +142,9 @@ def test_c13_an_entry_point_of_a_package(tmp_path: Path, how: str) -> None:
     stub = write(
         tmp_path,
         f"""
-        #!{sys.executable}
+        #!/bin/sh
+        '''exec' "{sys.executable}" "$0" "$@"
+        ' '''
         import sys
         from toolpkg.cli import main
         if __name__ == "__main__":
