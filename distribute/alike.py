@@ -35,12 +35,12 @@ class Alike:
 
     def __init__(self, world: World) -> None:
         self._rank = world.rank
-        self._store: Any = None
+        self._compares = False
         self._call = 0
         if world.world_size > 1 and dist.is_initialized():
             group = dist.group.WORLD
             self._call = _calls[group] = _calls.get(group, -1) + 1
-            self._store = _dist.distributed_c10d._get_default_store()
+            self._compares = True
 
     def require(self, name: str, facts: Mapping[str, object], advice: str) -> None:
         """Raises if another rank has other facts.
@@ -53,11 +53,13 @@ class Alike:
         Raises:
             RequestError: Another rank, which came earlier, has other facts.
         """
-        if self._store is None:
+        if not self._compares or not dist.is_initialized():
             return
+        # Not kept: a context outlives its call, in the frames of an exception say.
+        store = _dist.distributed_c10d._get_default_store()
         mine = {what: str(fact) for what, fact in facts.items()}
         key = f"distribute/alike/{self._call}/{name}"
-        found = self._store.compare_set(key, "", json.dumps([self._rank, mine]))
+        found = store.compare_set(key, "", json.dumps([self._rank, mine]))
         rank, theirs = json.loads(found)
         for what, fact in mine.items():
             if theirs.get(what) != fact:
