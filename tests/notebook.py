@@ -19,8 +19,12 @@ from typing import Any
 import zmq
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
+from jupyter_core.utils import ensure_event_loop
 
 from tests.scripts import ROOT, tagged
+
+# Jupyter's client makes it once and keeps it; so no test has left it.
+ensure_event_loop()
 
 HEAD = """
     import logging, os, sys, time
