@@ -160,7 +160,9 @@ def refusal(
 ) -> Exception | None:
     """Returns why an object cannot be packed, or None; its large buffers are not copied."""
     try:
-        _Pickler(cast("Any", _Nowhere()), lambda _: None, main_names, home).dump(obj)
+        pickler = _Pickler(cast("Any", _Nowhere()), lambda _: None, main_names, home)
+        pickler.copies = False
+        pickler.dump(obj)
     except Exception as error:
         return error
     return None
@@ -201,6 +203,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(stream, protocol=5, buffer_callback=on_buffer)
         self._main_names = main_names
         self._home = home
+        self.copies = True  # of what is on an accelerator; not for a mere look
         self.own: Mapping[int, str] = {}
         self.used: list[str] = []
         # What is pickled through a pointer must stay alive until it has been written.
@@ -267,7 +270,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _storage, (pickle.PickleBuffer(view), obj.nbytes())
         if kind is torch.UntypedStorage and obj.device.type != "meta":
             # Of an accelerator: torch would bring it to the device of the same number.
-            host = obj.cpu()
+            host = obj.cpu() if self.copies else None
             self._kept.append(host)
             return (_itself if self._home else _on_own_device), (host,)
         if kind is torch.TypedStorage:

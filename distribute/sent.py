@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,9 +121,6 @@ class Sent:
                 if one.number is not None:
                     self._forget(one)
                 del self._buffers[key]
-
-    def __iter__(self) -> Iterator[int]:
-        return (one.number for one in self._buffers.values() if one.number is not None)
 
 
 def _reference(owner: object) -> weakref.ref[Any] | None:

@@ -265,8 +265,10 @@ def check_inherited(task: Task) -> None:
     Raises:
         RequestError: There is one, such as a queue of `multiprocessing`.
     """
-    arguments = replace(task, function=None)
-    if refusal(arguments) is None:
+    # Pickling them for a look takes time, and without these modules there is no such object.
+    if not {"multiprocessing.queues", "multiprocessing.synchronize"} & sys.modules.keys():
+        return
+    if refusal(replace(task, function=None)) is None:
         return
     for kind, name, value in _named(task):
         if kind == "argument":

@@ -357,8 +357,8 @@ def test_rank_0_does_not_wait_when_the_call_cannot_be_made(tmp_path: Path) -> No
         from distribute import run
 
         class Moody:
-            # For a look before the start it can be pickled, and not for the call.
-            looks = [True, False, True, False]
+            # For a look at why it cannot be pickled it can, and not for the call.
+            looks = [False, True, False]
 
             def __reduce__(self):
                 if Moody.looks and not Moody.looks.pop(0):
