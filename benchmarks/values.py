@@ -4,9 +4,9 @@ $ python benchmarks/values.py
 $ python benchmarks/values.py --quick
 
 The yardstick is `clone()` of the same tensor in the same run, taken in turn with the calls. From
-each call the time of the same call with an empty tensor is taken off: that of the processes; from
-that of a result the time in which the rank makes the tensor. The last lines are about kept workers:
-a small argument, and a large one that has not changed.
+each call the time of the call before it with an empty tensor is taken off: that of the processes;
+from that of a result the time in which the rank makes the tensor. The last lines are about kept
+workers: a small argument, and a large one that has not changed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def take(ctx: Context, data: torch.Tensor) -> int:
     return data.numel()
 
 
-def give(ctx: Context, size: int) -> tuple[float, torch.Tensor]:
+def give(ctx: Context, size: int) -> tuple[float, torch.Tensor] | None:
+    if not ctx.is_main_process:
+        return None  # it would take a core meanwhile, for a value that nobody asked for
     start = time.perf_counter()
     data = torch.ones(size)
     return time.perf_counter() - start, data
@@ -86,10 +88,10 @@ def main() -> None:
     print(f"clone() {clone:.3f} s\n")
     print(f"{'':14}{'argument':>10}{'ratio':>8}{'result':>10}{'ratio':>8}{'target':>8}")
     for method in methods:
-        base = median(times[method, "empty"])
         row = ""
         for kind in ("argument", "result"):
-            taken = median(times[method, kind]) - base
+            pairs = zip(times[method, kind], times[method, "empty"], strict=True)
+            taken = median(whole - empty for whole, empty in pairs)
             row += f"{taken:10.3f}{taken / clone:8.2f}"
         print(f"{method:14}{row}{TARGET:8.1f}")
 

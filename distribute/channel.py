@@ -1,8 +1,8 @@
 """The control channel between a launcher and one worker: whole messages over a socket pair.
 
 A frame is a header (length of the message, number of descriptors), the descriptors themselves as
-ancillary data of that header, and the pickled message. Messages are small: what is large is in a
-memory file whose descriptor is sent (see `payload`). The pair is anonymous, so nobody else can
+ancillary data of that header, and the pickled message. Messages are small: what is large is in
+memory files whose descriptors are sent (see `payload`). The pair is anonymous, so nobody else can
 take part, and nothing from elsewhere is ever unpickled.
 """
 
@@ -76,14 +76,13 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Any) -> None:
-        """Sends a message, with the memory file of its payload if it has one.
+        """Sends a message, with the memory files of its payload if it has any.
 
         Raises:
             OSError: The other end is gone.
         """
         payload = getattr(message, "payload", None)
-        memory = payload.memory if isinstance(payload, Payload) else None
-        self.send_with(message, [] if memory is None else [memory])
+        self.send_with(message, payload.files if isinstance(payload, Payload) else [])
 
     def receive(self) -> Any:
         """Waits for a message.
@@ -93,7 +92,7 @@ class Channel:
         """
         message, descriptors = self.receive_with()
         if descriptors:
-            message.payload.memory = descriptors[0]
+            message.payload.files = descriptors
         return message
 
     def send_with(self, message: Any, descriptors: Sequence[int]) -> None:

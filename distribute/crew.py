@@ -109,7 +109,7 @@ class Crew:
 
     def tell(self, news: News) -> None:
         """Tells the workers which buffers to keep from now on, and which no longer."""
-        holds = [Hold(number, Payload([size], None, file)) for number, size, file in news.files]
+        holds = [Hold(number, Payload([size], None, files)) for number, size, files in news.files]
         for worker in self.members:
             try:
                 for one in (*map(Forget, news.forgotten), *holds):

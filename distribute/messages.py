@@ -75,7 +75,7 @@ class Hold:
 
     Attributes:
         number: The number.
-        payload: The buffer, in a memory file.
+        payload: The buffer, in memory files.
     """
 
     number: int

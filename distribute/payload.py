@@ -1,7 +1,7 @@
-"""Objects of the user as bytes and back: cloudpickle, with large buffers in one memory file.
+"""Objects of the user as bytes and back: cloudpickle, with large buffers in memory files.
 
 A payload that is small travels inside the message that carries it. A large one is written once
-into an anonymous memory file, whose descriptor travels; every receiver maps it copy-on-write, so
+into anonymous memory files, whose descriptors travel; every receiver maps them copy-on-write, so
 that N ranks share one physical copy until they write.
 """
 
@@ -41,25 +41,28 @@ class Payload:
         sizes: Length in bytes of the pickle stream and of each out-of-band buffer, in order.
         elsewhere: Numbers of the buffers that the receiver has already, by their place there.
         inline: The concatenated bytes of the others when they are few, else None.
-        memory: Descriptor of the memory file that holds them otherwise. It is never pickled: the
-            channel sends it beside the message.
+        files: Descriptors of the memory files that hold them otherwise. They are never pickled:
+            the channel sends them beside the message.
     """
 
     sizes: list[int]
     inline: bytes | None
-    memory: int | None = field(default=None, compare=False)
+    files: list[int] = field(default_factory=list[int], compare=False)
     elsewhere: dict[int, int] = field(default_factory=dict[int, int])
 
     def __getstate__(self) -> tuple[list[int], bytes | None, dict[int, int]]:
-        """Leaves the descriptor to the channel."""
+        """Leaves the descriptors to the channel."""
         return self.sizes, self.inline, self.elsewhere
 
     def __setstate__(self, state: tuple[list[int], bytes | None, dict[int, int]]) -> None:
         self.sizes, self.inline, self.elsewhere = state
-        self.memory = None
+        self.files = []
 
     def load(
-        self, known: Sequence[object] = (), *, held: Mapping[int, int] = MappingProxyType({})
+        self,
+        known: Sequence[object] = (),
+        *,
+        held: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> Any:
         """Rebuilds the object; its tensors and arrays are writable and private to this process.
 
@@ -70,9 +73,8 @@ class Payload:
         if self.inline is not None:
             whole = memoryview(bytearray(self.inline))
         else:
-            assert self.memory is not None
             here = (one for place, one in enumerate(self.sizes) if place not in self.elsewhere)
-            whole = memory.mapped(self.memory, sum(map(_padded, here)))
+            whole = memory.mapped(self.files, sum(map(_padded, here)))
         parts: list[memoryview] = []
         start = 0
         for place, size in enumerate(self.sizes):
@@ -89,10 +91,9 @@ class Payload:
             _known.reset(token)
 
     def close(self) -> None:
-        """Closes this process's descriptor of the memory file; mappings of it stay valid."""
-        if self.memory is not None:
-            memory.close(self.memory)
-            self.memory = None
+        """Closes this process's descriptors of the memory files; mappings of them stay valid."""
+        files, self.files = self.files, []
+        memory.close(files)
 
 
 # What the payload that is being loaded calls by number.

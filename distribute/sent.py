@@ -16,8 +16,8 @@ from distribute import memory
 
 # Smaller ones are sent faster than they are looked after.
 LARGE_BYTES = 1 << 20
-# Each is a descriptor of every receiver.
-MOST = 32
+# Descriptors that every receiver holds for them.
+MOST = 64
 
 
 @dataclass
@@ -26,12 +26,14 @@ class _Buffer:
 
     Attributes:
         number: Its number, or None if it has changed since: it is sent with every message then.
+        files: How many memory files it is in.
         copy: What was sent.
         alive: Returns the object that it belongs to, or None when that is gone.
         used: Whether the last message had it.
     """
 
     number: int | None
+    files: int
     copy: memoryview
     alive: weakref.ref[Any] | None
     used: bool = True
@@ -46,7 +48,7 @@ class News:
         forgotten: Numbers that no message will use again.
     """
 
-    files: list[tuple[int, int, int]]
+    files: list[tuple[int, int, list[int]]]
     forgotten: list[int]
 
     def close(self) -> None:
@@ -61,7 +63,7 @@ class Sent:
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, int], _Buffer] = {}
         self._count = 0
-        self._files: list[tuple[int, int, int]] = []
+        self._files: list[tuple[int, int, list[int]]] = []
         self._forgotten: list[int] = []
 
     def number(self, view: memoryview, owner: object) -> int | None:
@@ -92,13 +94,14 @@ class Sent:
         return None
 
     def _add(self, address: int, view: memoryview, owner: object) -> int | None:
-        if sum(one.number is not None for one in self._buffers.values()) >= MOST:
+        held = sum(one.files for one in self._buffers.values() if one.number is not None)
+        if held + memory.files_of(view.nbytes) > MOST:
             return None
         number, self._count = self._count, self._count + 1
-        file = memory.written([view])
-        self._files.append((number, view.nbytes, file))
-        copy = memory.mapped(file, view.nbytes)
-        self._buffers[address, view.nbytes] = _Buffer(number, copy, _reference(owner))
+        files = memory.written([view])
+        self._files.append((number, view.nbytes, files))
+        copy = memory.mapped(files, view.nbytes)
+        self._buffers[address, view.nbytes] = _Buffer(number, len(files), copy, _reference(owner))
         return number
 
     def _forget(self, one: _Buffer) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from distribute import ambient, devices, outcome, record, rendezvous
+from distribute import ambient, devices, memory, outcome, record, rendezvous
 from distribute.channel import Channel
 from distribute.context import Context, entered
 from distribute.display import PLAIN
@@ -250,18 +250,17 @@ def serve(
         ready: What to report first.
         first: The task of a call that carries none, or the part of it that is already here.
     """
-    held: dict[int, int] = {}
+    held: dict[int, list[int]] = {}
     link.send(ready)
     while not isinstance(message := link.receive(), Close):
         if isinstance(message, Leave):
             seat.leave()
             continue
         if isinstance(message, Hold):
-            assert message.payload.memory is not None
-            held[message.number] = message.payload.memory
+            held[message.number] = message.payload.files
             continue
         if isinstance(message, Forget):
-            os.close(held.pop(message.number))
+            memory.close(held.pop(message.number))
             continue
         assert isinstance(message, Call)
         result = run_call(seat, message, _taker(message, first, held), link, local=False)
@@ -272,7 +271,7 @@ def serve(
     os._exit(0)
 
 
-def _taker(call: Call, first: Task | None, held: Mapping[int, int]) -> Callable[[], Task]:
+def _taker(call: Call, first: Task | None, held: Mapping[int, list[int]]) -> Callable[[], Task]:
     def take() -> Task:
         if call.payload is None:
             assert first is not None

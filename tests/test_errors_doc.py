@@ -820,7 +820,7 @@ def unsendable(ground: Ground) -> list[str]:
 def memory_(ground: Ground) -> list[str]:
     descriptor = memory.new()
     try:
-        return [told(lambda: memory.mapped(descriptor, 1 << 60))]
+        return [told(lambda: memory.mapped([descriptor], 1 << 60))]
     finally:
         os.close(descriptor)
 

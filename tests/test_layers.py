@@ -48,7 +48,8 @@ display machine request place payload home
 record output
 consumer
 sent
-ambient cgroup checkpoint command devices environment interrupt memory openmp process rendezvous stateful tree world
+memory
+ambient cgroup checkpoint command devices environment interrupt openmp process rendezvous stateful tree world
 cells culprit errors hosting lifeline notice reference threads
 launchers.__init__
 """  # noqa: E501

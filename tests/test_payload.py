@@ -217,7 +217,7 @@ def test_an_odd_number_of_bytes_does_not_shift_what_follows():
 def test_a_small_object_is_in_the_message():
     payload = pack(torch.zeros(100))
 
-    assert payload.memory is None
+    assert not payload.files
     assert payload.inline is not None
     # Every part begins at a multiple of 64 bytes.
     assert 0 <= len(payload.inline) - sum(payload.sizes) < 64 * len(payload.sizes)
@@ -233,11 +233,11 @@ def test_a_large_object_is_in_a_memory_file(obj: Any):
     payload = pack(obj)
 
     assert payload.inline is None
-    assert payload.memory is not None
-    padding = os.fstat(payload.memory).st_size - sum(payload.sizes)
+    assert len(payload.files) == 1
+    padding = os.fstat(payload.files[0]).st_size - sum(payload.sizes)
     assert 0 <= padding < 64 * len(payload.sizes)
     assert sum(payload.sizes) >= 1 << 20
-    assert not os.get_inheritable(payload.memory)
+    assert not os.get_inheritable(payload.files[0])
 
     found = payload.load()
     payload.close()
@@ -246,16 +246,16 @@ def test_a_large_object_is_in_a_memory_file(obj: Any):
 
 
 def test_the_boundary_is_the_size_of_the_whole():
-    def memory(size: int) -> int | None:
+    def files(size: int) -> int:
         payload = pack(b"x" * size)
-        found = payload.memory
+        found = len(payload.files)
         payload.close()
         return found
 
     overhead = sum(pack(b"x" * 60_000).sizes) - 60_000
 
-    assert memory(INLINE_BYTES - overhead) is None
-    assert memory(INLINE_BYTES - overhead + 1) is not None
+    assert files(INLINE_BYTES - overhead) == 0
+    assert files(INLINE_BYTES - overhead + 1) == 1
 
 
 def test_a_pickled_payload_leaves_its_descriptor_behind():
@@ -263,7 +263,7 @@ def test_a_pickled_payload_leaves_its_descriptor_behind():
 
     again: Payload = pickle.loads(pickle.dumps(payload))
 
-    assert again.memory is None
+    assert again.files == []
     assert again.sizes == payload.sizes
     payload.close()
 
@@ -273,7 +273,7 @@ def test_a_payload_may_be_closed_twice():
     payload.close()
     payload.close()
 
-    assert payload.memory is None
+    assert payload.files == []
 
 
 # -- private and writable ----------------------------------------------------------------------
