@@ -235,7 +235,7 @@ def _make(
         for one in (stdout, stderr, above):
             if one is not None:
                 os.close(one)
-    return Worker(rank, ours, process, tap=tap)
+    return Worker(rank, ours, process, tap=tap, scratch=place.scratch)
 
 
 def run_once(plan: Plan, payload: Payload | None, launch: Callable[[], Crew]) -> list[Outcome]:

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from distribute import notice
+from distribute import notice, scratch
 from distribute.channel import Channel
 from distribute.interrupt import LAST_RESORT_SECONDS, Guard
 from distribute.messages import Close, Ready, Stop
@@ -36,6 +36,7 @@ class Worker:
         process: Its process, or None for the rank in the calling process.
         ready: What it reported when it was in place.
         tap: Its standard output and error, or None where they are this process's own.
+        scratch: Path of the directory that is removed when it has ended, or empty.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class Worker:
     process: Process | None
     ready: Ready | None = None
     tap: Tap | None = None
+    scratch: str = ""
 
     @property
     def pid(self) -> int:
@@ -193,6 +195,7 @@ def end(workers: list[Worker], grace: float) -> None:
             worker.channel.close()
             if worker.tap is not None:
                 worker.tap.close()
+            scratch.remove(worker.scratch)
         for one in processes:
             one.close()
 

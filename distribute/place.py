@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from distribute import cells
+from distribute import cells, scratch
 from distribute.environment import WORKER_MARKER
 
 # Those that a child must not inherit: they belong to the launcher's own start.
@@ -32,6 +32,7 @@ class Place:
         launcher: Process id of the launcher.
         port: Port of the rendezvous store.
         reads: Whether its standard input is the launcher's; otherwise it is empty.
+        scratch: See the module of that name.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class Place:
     launcher: int
     port: int
     reads: bool = False
+    scratch: str = ""
 
 
 # What a rank's environment has and the launcher's need not have.
@@ -90,6 +92,7 @@ def places(
             port=port,
             # A notebook has no standard input; what its kernel has need never end.
             reads=rank == 0 and cells.kernel() is None,
+            scratch=scratch.chosen(),
         )
         for rank, index in enumerate(devices)
     ]

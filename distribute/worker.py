@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from distribute import ambient, devices, memory, outcome, record, rendezvous
+from distribute import ambient, devices, memory, outcome, record, rendezvous, scratch
 from distribute.channel import Channel
 from distribute.context import Context, entered
 from distribute.display import PLAIN
@@ -307,6 +307,7 @@ def settle(place: Place) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
+    scratch.offer(place.scratch)
     settle_threads(place)
     settle_streams()
 

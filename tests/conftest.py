@@ -19,6 +19,7 @@ from distribute.launchers import forkserver
 # Shells start background jobs with it ignored, and then nothing here could be interrupted.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+_TEMPORARY = ("distribute-", "dist-")
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD]
 
 
@@ -45,7 +46,7 @@ class _Left:
         self.processes = {pid for pid in _descendants(os.getpid()) if pid != server}
         self.descriptors = _descriptors() - forkserver.descriptors()
         self.files = {
-            name for name in os.listdir(tempfile.gettempdir()) if name.startswith("distribute")
+            name for name in os.listdir(tempfile.gettempdir()) if name.startswith(_TEMPORARY)
         }
         self.environ = {key: value for key, value in os.environ.items() if "PYTEST" not in key}
         self.handlers = [signal.getsignal(number) for number in _SIGNALS]

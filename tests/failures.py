@@ -437,7 +437,7 @@ class Left:
     def now(cls) -> Left:
         server = forkserver.process_id()
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        files = {one for one in os.listdir(tempfile.gettempdir()) if one.startswith("distribute")}
+        files = {one for one in os.listdir(tempfile.gettempdir()) if one.startswith("dist")}
         return cls(
             {f"process {one}" for one in children if int(one) != server},
             _descriptors(),

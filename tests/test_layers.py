@@ -50,7 +50,7 @@ consumer
 sent
 memory
 ambient cgroup checkpoint command devices environment interrupt openmp process rendezvous stateful tree world
-cells culprit errors hosting lifeline notice reference threads
+cells culprit errors hosting lifeline notice reference scratch threads
 launchers.__init__
 """  # noqa: E501
 RANK = {name: -row for row, line in enumerate(LAYERS.split("\n")) for name in line.split()}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import METHODS, ROOT, tagged, write
+from tests.scripts import METHODS, ROOT, run_python, tagged, write
 
 SCRIPT = """
     import os, subprocess, sys, threading, time
@@ -107,3 +107,48 @@ def test_nothing_outlives_a_launcher_that_called_from_a_thread(tmp_path: Path) -
 
     assert code == -signal.SIGKILL
     assert left == []
+
+
+LOADING = """
+    import os, signal, sys, time
+    import torch
+    from torch.utils.data import DataLoader
+    from distribute import WorkerDied, run
+
+    def body(ctx, way):
+        assert ctx.world_size == 2
+        kind = "fork" if ctx.rank else "forkserver"
+        loader = DataLoader(torch.ones(64, 8), num_workers=2, multiprocessing_context=kind)
+        kept = iter(loader)
+        next(kept)
+        ctx.barrier()
+        if way == "good":
+            return sum(len(one) for one in kept)
+        if way == "exit" and ctx.rank == 1:
+            os._exit(7)
+        if way == "raise" and ctx.rank == 1:
+            raise KeyError("sample 17")
+        time.sleep(600)
+
+    if __name__ == "__main__":
+        try:
+            print(run(body, sys.argv[2], devices=2, start_method=sys.argv[1]))
+        except (WorkerDied, KeyError) as error:
+            print(type(error).__name__)
+    """
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["good", "raise", "exit"])
+@pytest.mark.parametrize("method", METHODS)
+def test_loader_workers_leave_no_temporary_file(tmp_path: Path, method: str, way: str) -> None:
+    """They have sockets in a temporary directory, which nobody removes who is killed."""
+    place = tmp_path / "t"
+    place.mkdir()
+    script = write(tmp_path, LOADING)
+
+    ended = run_python(script, method, way, cwd=tmp_path, environ={"TMPDIR": str(place)})
+
+    assert ended.code == 0, ended.text
+    assert ended.out.split() == [{"good": "63", "raise": "KeyError", "exit": "WorkerDied"}[way]]
+    assert [one for one in os.listdir(place) if not one.startswith("torchinductor")] == []

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from distribute import command, environment, outcome, process, rendezvous, worker
+from distribute import command, environment, outcome, process, rendezvous, scratch, worker
 from distribute.channel import Channel
 from distribute.crew import Berth, Crew, make_all, planned_places
 from distribute.lead import Led
@@ -125,6 +125,7 @@ class _Arrival:
         channel = Channel.inherited(descriptor, life, record)
         worker.show(channel.record)
         self.place: Place = channel.receive()
+        scratch.offer(self.place.scratch)
         self.link = WatchedLink(channel, group=True)
         self._stdout = stdout
         os.set_inheritable(stdout, False)
