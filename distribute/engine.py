@@ -135,7 +135,13 @@ def carry_out(chosen: Plan, launch: Callable[[Plan], list[Outcome]]) -> Any:
         notice.tell(f"distribute: {chosen.remark}\n")
     with hosting.script_as_main():
         done = _attempt(chosen, launch)
-        if isinstance(done, NotReady) and not command.frozen():
+        if isinstance(done, NotReady) and command.frozen():
+            done = RequestError(
+                "several processes of a frozen program",
+                f"it has no interpreter to start, and {done}",
+                "make the call while no other thread computes, or run the script itself",
+            )
+        elif isinstance(done, NotReady):
             notice.tell(f"distribute: {done}; the fork server takes over\n")
             done = _attempt(replace(chosen, method="forkserver"), launch)
         if not isinstance(done, BaseException):

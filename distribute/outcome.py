@@ -397,7 +397,8 @@ def _text(error: BaseException) -> str:
 
 def _without_ours(error: BaseException) -> BaseException:
     """Cuts the library's own frames off the start of the traceback: they are nobody's news."""
-    here = os.path.dirname(__file__)
+    # As the code objects have it: a frozen program's modules are elsewhere, or nowhere.
+    here = os.path.dirname(_without_ours.__code__.co_filename) + os.sep
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(here):
         trace = trace.tb_next

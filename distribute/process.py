@@ -7,6 +7,7 @@ workers) as well; a lifeline ties it to the launcher.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import json
 import os
@@ -18,11 +19,7 @@ from typing import Protocol
 
 from distribute import lifeline
 
-# What stands between the launcher and the program of a worker. It runs before the user's imports,
-# so that these end with the launcher too; the marker needs the process id, known only here.
-_TRAMPOLINE = (
-    inspect.getsource(lifeline)
-    + """
+_START = """
 import json, sys
 life, group, marker, command = json.loads(sys.argv[1])
 if group:
@@ -32,7 +29,6 @@ if marker:
     os.environ[marker[0]] = marker[1] + ":" + str(os.getpid())
 os.execv(command[0], command)
 """
-)
 
 
 # The exit code of a child that somebody else has reaped, as `subprocess` and asyncio have it.
@@ -179,7 +175,7 @@ def start(
     """
     order = json.dumps([life, group, marker, list(command)])
     popen = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, order],
+        [sys.executable, "-I", "-S", "-c", _trampoline(), order],
         env=dict(environ),
         cwd=cwd,
         pass_fds=[life, *descriptors],
@@ -188,6 +184,16 @@ def start(
         stderr=stderr,
     )
     return ChildProcess(popen.pid, group=group, popen=popen)
+
+
+@functools.cache
+def _trampoline() -> str:
+    """Returns what stands between the launcher and the program of a worker.
+
+    It runs before the user's imports, so that these end with the launcher too; the marker needs the
+    process id, known only here.
+    """
+    return inspect.getsource(lifeline) + _START
 
 
 def interpreter(module: str, descriptors: tuple[int, ...], search_path: Sequence[str]) -> list[str]:

@@ -34,7 +34,8 @@ _SIZE = 4096
 # version (odd while it is written), armed, completed, phase, since, length of the text
 _PAGE = struct.Struct("<QQQQdQ")
 _LEFT, _RUNNING, _FAILED = range(3)
-_OURS = os.path.dirname(__file__) + os.sep
+# As the code objects have it: a frozen program's modules are elsewhere, or nowhere.
+_OURS = os.path.dirname(sys._getframe().f_code.co_filename) + os.sep
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
 
 

@@ -426,7 +426,29 @@ def frozen(ground: Ground) -> list[str]:
     return [
         refused(Machine(frozen=True), devices=2, start_method="spawn"),
         refused(Machine(frozen=True, live_accelerator=True), devices=2),
+        frozen_beside_a_thread(ground),
     ]
+
+
+def frozen_beside_a_thread(ground: Ground) -> str:
+    def loop() -> None:
+        while not stop.is_set():
+            sum(range(1000))
+
+    stop = threading.Event()
+    thread = threading.Thread(target=loop)
+    ground.patch.setattr(sys, "frozen", True, raising=False)
+    thread.start()
+    try:
+        return told(lambda: run(size, devices=2, accelerator="cpu"))
+    finally:
+        stop.set()
+        thread.join()
+        ground.patch.delattr(sys, "frozen")
+
+
+def size(ctx: Context) -> int:
+    return ctx.world_size
 
 
 @producer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import shlex
 import sys
 import zipfile
@@ -725,6 +726,46 @@ def test_a_frozen_program(tmp_path: Path) -> None:
     script = write(tmp_path, "    import sys\n    sys.frozen = True\n" + SCRIPT)
 
     check(run_python(script), "fork", "a frozen program has no script to run again")
+
+
+@slow
+def test_a_frozen_program_without_sources(tmp_path: Path) -> None:
+    """PyInstaller's are bytecode under names of their own; errors show the caller's lines alone."""
+    source, compiled = ROOT / "distribute", tmp_path / "app" / "distribute"
+    for path in sorted(source.rglob("*.py")):
+        name = path.relative_to(source)
+        target = (compiled / name).with_suffix(".pyc")
+        py_compile.compile(str(path), str(target), f"distribute/{name}", doraise=True)
+    script = write(
+        tmp_path,
+        """
+        import sys
+        sys.frozen = True
+        from distribute import distributed
+
+        @distributed(devices=2, accelerator="cpu")
+        def train(ctx, lr):
+            if lr > 1:
+                raise ValueError(f"lr on {ctx.world_size} ranks")
+            return ctx.all_gather((ctx.rank, lr))
+
+        print("GOT", train.plan().method, train(0.5), train(0.7))
+        try:
+            train(2.0)
+        except ValueError as error:
+            print("GOT", error)
+            print("\\n".join(str(error.__cause__).splitlines()))
+        """,
+        "app/s.py",
+    )
+
+    ended = run_python("-P", script, cwd=tmp_path, environ={"PYTHONPATH": str(tmp_path / "app")})
+
+    assert ended.code == 0, ended.text
+    assert "GOT fork [(0, 0.5), (1, 0.5)] [(0, 0.7), (1, 0.7)]" in ended.out, ended.text
+    assert "GOT lr on 2 ranks" in ended.out
+    assert f'File "{script}", line 8, in train' in ended.out
+    assert "distribute/" not in ended.out.partition("GOT lr")[2], ended.text
 
 
 # -- above the call ------------------------------------------------------------------------------
