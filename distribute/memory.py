@@ -14,7 +14,6 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from distribute import devices
 
@@ -131,18 +130,34 @@ def _stretch(size: int, count: int) -> int:
 
 def _write_together(files: Sequence[int], views: Sequence[memoryview], stretch: int) -> None:
     given_up = threading.Event()
-    with ThreadPoolExecutor(len(files) - 1) as pool:
+    failures: list[BaseException] = []
+
+    def write(place: int) -> None:
         try:
-            others = [
-                pool.submit(_write, file, _part(views, place * stretch, stretch), given_up)
-                for place, file in enumerate(files[1:], 1)
-            ]
-            _write(files[0], _part(views, 0, stretch), given_up)
-            for one in others:
-                one.result()
-        except BaseException:
+            _write(files[place], _part(views, place * stretch, stretch), given_up)
+        except BaseException as error:
+            failures.append(error)
             given_up.set()
-            raise
+
+    threads = [threading.Thread(target=write, args=(place,)) for place in range(1, len(files))]
+    for one in threads:
+        try:
+            one.start()
+        except RuntimeError:  # this user has as many as may be
+            one.run()
+    write(0)
+    while True:
+        try:
+            for one in threads:
+                if one.ident is not None:
+                    one.join()
+            break
+        except BaseException as error:
+            # They read the caller's memory, so that nothing goes on before they have ended.
+            failures.append(error)
+            given_up.set()
+    if failures:
+        raise failures[0]
 
 
 def _part(views: Iterable[memoryview], start: int, size: int) -> Iterator[memoryview]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from itertools import pairwise
 from typing import Any
@@ -127,6 +128,44 @@ def test_a_failure_in_one_file_leaves_nothing(cores: Any, monkeypatch: pytest.Mo
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)
     assert threading.active_count() == threads
+
+
+def test_without_threads_it_is_written_all_the_same(cores: Any, monkeypatch: pytest.MonkeyPatch):
+    """Where a user may have no more of them."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    cores(4)
+    whole = numbers(128 * MB + 5)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+    files = memory.written([whole])
+    try:
+        assert len(files) == 4
+        assert memory.mapped(files, whole.nbytes) == whole
+    finally:
+        memory.close(files)
+
+
+def test_an_interruption_ends_all_of_them(cores: Any, monkeypatch: pytest.MonkeyPatch):
+    """Each stops within a piece; the caller gets the interruption when they have."""
+
+    def write(descriptor: int, data: Any) -> int:
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGINT)
+        written.append(len(data))
+        return real(descriptor, data)
+
+    cores(4)
+    written: list[int] = []
+    real, threads = os.write, threading.active_count()
+    monkeypatch.setattr(os, "write", write)
+
+    with pytest.raises(KeyboardInterrupt):
+        memory.written([bytes(1 << 30)])
+    assert threading.active_count() == threads
+    assert sum(written) < 1 << 30
 
 
 def both(ctx: Context, data: torch.Tensor) -> torch.Tensor:
