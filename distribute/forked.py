@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import importlib
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Generator
@@ -70,8 +69,7 @@ def enter(place: Place, channel: Channel, *, group: bool) -> None:
     _redirect(theirs[0], sys.stdout)
     _redirect(theirs[1], sys.stderr)
     if not group:
-        # Ctrl-C on the terminal reaches this process too; the launcher decides what it means.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        worker.share_group()
     if not place.reads:
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)

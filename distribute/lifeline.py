@@ -15,6 +15,7 @@ import fcntl
 import os
 import signal
 import socket
+import sys
 
 
 def tie(life: int, *, group: bool) -> None:
@@ -36,3 +37,29 @@ def tie(life: int, *, group: bool) -> None:
             gone = False
     if gone:
         os._exit(1)  # it hung up before it was tied
+
+
+def end_forks() -> None:
+    """Has what this process forks end with it, as a process group of its own would.
+
+    Only forks that the main thread makes: for the kernel, the end of the thread is what counts.
+    """
+    if sys.platform != "linux":
+        return
+    import ctypes
+    import threading
+
+    libc = ctypes.CDLL(None)
+    parents: list[int] = []
+
+    def before() -> None:
+        main = threading.current_thread() is threading.main_thread()
+        parents[:] = [os.getpid()] if main else []
+
+    def after() -> None:
+        if parents:
+            libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            if os.getppid() != parents[0]:
+                os._exit(1)  # it has ended before
+
+    os.register_at_fork(before=before, after_in_child=after)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from distribute import ambient, devices, memory, outcome, record, rendezvous, scratch
+from distribute import ambient, devices, lifeline, memory, outcome, record, rendezvous, scratch
 from distribute.channel import Channel
 from distribute.context import Context, entered
 from distribute.display import PLAIN
@@ -312,6 +312,13 @@ def settle(place: Place) -> None:
     settle_streams()
 
 
+def share_group() -> None:
+    """Settles this process in the launcher's process group, where it may read from the terminal."""
+    # Ctrl-C on the terminal reaches this process too; the launcher decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lifeline.end_forks()
+
+
 def settle_threads(place: Place) -> None:
     """Limits torch to this rank's part of the cores, unless the user has chosen a number."""
     if place.threads is not None:
@@ -357,8 +364,7 @@ def main(descriptor: int, life: int, record: int) -> NoReturn:
     settle(place)
     group = os.getpgrp() == os.getpid()
     if not group:
-        # Ctrl-C on the terminal reaches this process too; the launcher decides what it means.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        share_group()
     link = WatchedLink(channel, group=group)
     serve(link, Seat(place, listening), ready=Ready(place.rank))
 

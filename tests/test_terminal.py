@@ -285,6 +285,50 @@ def test_rank_0_stops_at_a_breakpoint(tmp_path: Path, method: str) -> None:
 
 
 @needs_bash
+@pytest.mark.parametrize("way", ["raise", "os._exit"])
+@pytest.mark.parametrize("method", [one for one in METHODS if one != "reexec"])
+def test_what_rank_0_forks_ends_with_it(tmp_path: Path, method: str, way: str) -> None:
+    """Although it has no process group of its own: the workers of its loader would live for 5 s."""
+    source = """
+    import torch
+    from torch.utils.data import DataLoader
+
+    def body(ctx, way):
+        assert ctx.world_size == 2
+        kept = iter(DataLoader(torch.ones(64, 8), num_workers=2))
+        next(kept)
+        with open(f"workers{ctx.rank}", "w") as file:
+            print(*(one.pid for one in kept._workers), file=file)
+        ctx.barrier()
+        if ctx.rank == 1:
+            if way == "raise":
+                raise KeyError("sample 17")
+            os._exit(7)
+        time.sleep(600)
+
+    if __name__ == "__main__":
+        try:
+            run(body, sys.argv[2], devices=2, start_method=sys.argv[1])
+        except BaseException as error:
+            name = type(error).__name__
+        pids = [int(one) for rank in "01" for one in open(f"workers{rank}").read().split()]
+        time.sleep(1)
+        # Those that have ended have no command line, reaped or not.
+        left = [one for one in pids if Path(f"/proc/{one}").exists()]
+        left = [one for one in left if Path(f"/proc/{one}/cmdline").read_bytes()]
+        print("RESULT", name, len(pids), left)
+    """
+    write(tmp_path, HEAD + source)
+    with Terminal(tmp_path) as terminal:
+        terminal.start(method, way)
+
+        name = "KeyError" if way == "raise" else "WorkerDied"
+        terminal.expect(rf"RESULT {name} 4 \[\]")
+        assert terminal.prompt() == 0
+        assert "Traceback" not in terminal.text
+
+
+@needs_bash
 @pytest.mark.parametrize("method", METHODS)
 def test_rank_0_writes_to_the_terminal(tmp_path: Path, method: str) -> None:
     """Colours and progress bars of rank 0 are as without this library."""
