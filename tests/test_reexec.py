@@ -407,3 +407,53 @@ def test_what_processes_share_by_inheriting_it_is_refused(tmp_path: Path) -> Non
         'start_method="fork"'
     ]
     assert ended.lines("RUNS") == ["RUNS"]
+
+
+def test_a_model_that_rank_0_has_kept_is_the_module_after_the_call(tmp_path: Path) -> None:
+    """The caller was rank 0: its model and context must wait for nobody, and train again."""
+    script = write(
+        tmp_path,
+        """
+        import torch
+        from torch import nn
+        from distribute import Context, RequestError, distributed
+
+        class Trainer:
+            def __init__(self):
+                self.net = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+
+            @distributed(devices=2, returns="all")
+            def fit(self, ctx: Context, rounds):
+                self.net, self.ctx = ctx.model(self.net), ctx
+                self.step(rounds)
+                self.net(torch.randn(4, 2))  # a backward pass does not follow
+                return ctx.world_size, self.weight()
+
+            def step(self, rounds):
+                optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+                for _ in range(rounds):
+                    optimizer.zero_grad()
+                    self.net(torch.randn(4, 2)).square().sum().backward()
+                    optimizer.step()
+
+            def weight(self):
+                return self.net.state_dict()["1.weight"].tolist()
+
+        if __name__ == "__main__":
+            trainer = Trainer()
+            for rounds in (3, 2):
+                (size, first), (_, second) = trainer.fit(rounds)
+                assert size == 2 and first == second == trainer.weight()
+                trainer.step(2)
+                assert trainer.weight() != first
+            try:
+                trainer.ctx.all_reduce(1)
+            except RequestError as error:
+                print("REFUSED", error)
+        """,
+    )
+
+    ended = run_python(script)
+
+    assert ended.code == 0, ended.text
+    assert "the call of its context has ended" in ended.lines("REFUSED")[0]
