@@ -21,6 +21,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 from distribute import ambient, devices, memory, outcome, record, rendezvous, scratch
@@ -28,6 +29,7 @@ from distribute.channel import Channel
 from distribute.context import Context, entered
 from distribute.display import PLAIN
 from distribute.environment import WORKER_MARKER
+from distribute.handlers import Deferred
 from distribute.interrupt import WorldEnded, from_handler
 from distribute.link import Link, WatchedLink
 from distribute.messages import (
@@ -161,6 +163,8 @@ def run_call(
     rank = seat.place.rank
     record.fresh()
     held: Held | None = None
+    # The calling process is the user's, with all its handlers.
+    handlers = Deferred(active=not local)
     try:
         task = take()
         if rank == 0 and task.parts:
@@ -173,7 +177,8 @@ def run_call(
                 raise WorldEnded
         call.settings.apply()
         set_streams(call)
-        value = run_user(context, task, guarded, write_back=not local or call.plan.write_back)
+        write_back = not local or call.plan.write_back
+        value = handlers.after(partial(run_user, context, task, guarded, write_back=write_back))
         wanted = rank == 0 or call.plan.returns == "all"
         result = outcome.returned(rank, value if wanted else None, local=local, held=held)
         result.holds_group = call.keep and seat.holds_group
@@ -188,13 +193,14 @@ def run_call(
         else:
             result = outcome.system_exit(rank, error, local=local, held=held)
     except BaseException as error:
-        result = outcome.raised(rank, error, local=local)
+        result = outcome.raised(rank, handlers.cause(error), local=local)
     try:
         if not local:
             # The calling process prints on, and its unfinished line is not to be in the way.
             flush()
         link.send(replace(result, local=None) if local else result)
         result.drop()
+        handlers.end()
         return result
     finally:
         # The exception's traceback holds this frame: together they would be garbage that keeps
