@@ -155,6 +155,7 @@ def _sleep_on_rank_1() -> None:
 
 
 def test_ranks_that_do_not_join_are_shown_where_they_are() -> None:
+    run(lambda ctx: None, devices=2, strategy="ddp_forkserver")  # the server takes more than 1 s
     with pytest.raises(JoinTimeout, match=r"rank\(s\) 1 of 2") as caught:
         run(
             lambda ctx, slow: None,
