@@ -125,7 +125,7 @@ def carry_out(chosen: Plan, launch: Callable[[Plan], list[Outcome]]) -> Any:
             processes did not start working.
     """
     __tracebackhide__ = True
-    from distribute import consumer, hosting, notice
+    from distribute import consumer, hosting, interrupt, notice
     from distribute.failure import NotReady
 
     if isinstance(chosen.output, PurePath) and chosen.forwarded:
@@ -134,7 +134,7 @@ def carry_out(chosen: Plan, launch: Callable[[Plan], list[Outcome]]) -> Any:
     _called = True
     if chosen.remark:
         notice.tell(f"distribute: {chosen.remark}\n")
-    with hosting.script_as_main():
+    with hosting.script_as_main(), interrupt.audible():
         done = _attempt(chosen, launch)
         if isinstance(done, NotReady) and command.frozen():
             done = RequestError(

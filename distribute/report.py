@@ -261,8 +261,9 @@ def notes(found: Mapping[int, Outcome], cause: int | None) -> list[str]:
             if cause is not None:
                 told.append(f"rank {rank} lost its connection because of the above")
         elif one.raised is not None:
-            name = plain(one.raised.type_name)
-            told.append(f"rank {rank} raised as well: {name}: {one.raised.text}")
+            # An interruption of the caller is felt by a rank 0 that it is itself.
+            if cause is not None or one.raised.type_name != "builtins.KeyboardInterrupt":
+                told.append(f"rank {rank} raised as well: {one.raised}")
         elif one.signal is not None:
             told.append(f"rank {rank} was killed by {signal_name(one.signal)} as well")
         elif one.exit_code is not None:

@@ -173,6 +173,19 @@ def test_an_exception_that_cannot_be_rebuilt_arrives_as_text() -> None:
     assert "raise TwoArguments(1, 2)" in caught.value.traceback
 
 
+def test_an_exception_without_a_text_is_told_by_its_type_alone() -> None:
+    def body(ctx: Context) -> None:
+        ctx.barrier()
+        if ctx.rank == 1:
+            raise MemoryError
+        ctx.barrier()
+
+    with pytest.raises(MemoryError) as caught:
+        run(body, **FORK)
+
+    assert caught.value.outcomes[1].error == "MemoryError"  # type: ignore[attr-defined]
+
+
 def test_a_value_that_cannot_be_pickled_is_an_error_of_its_rank() -> None:
     """Not a hang, and not a None."""
 
