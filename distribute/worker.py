@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from distribute import ambient, devices, memory, outcome, record, rendezvous, scratch
 from distribute.channel import Channel
@@ -53,6 +53,8 @@ from distribute.snapshot import untouched
 from distribute.state import Held
 from distribute.task import Task
 from distribute.world import World
+
+T = TypeVar("T")
 
 
 class Seat:
@@ -178,7 +180,8 @@ def run_call(
         call.settings.apply()
         set_streams(call)
         write_back = not local or call.plan.write_back
-        value = handlers.after(partial(run_user, context, task, guarded, write_back=write_back))
+        function = partial(run_user, context, task, guarded, write_back=write_back)
+        value = handlers.after(partial(_without_children, function))
         wanted = rank == 0 or call.plan.returns == "all"
         result = outcome.returned(rank, value if wanted else None, local=local, held=held)
         result.holds_group = call.keep and seat.holds_group
@@ -231,6 +234,36 @@ def run_user(
         if context.device.type != "cpu":
             context._attend(task.stateful())
         return body() if write_back else untouched(task.stateful(), body)
+
+
+def _without_children(function: Callable[[], T]) -> T:
+    """Calls a function; what it forks ends where it leaves the function, as a program ends.
+
+    A fork has none of the threads and none of the channels that a rank needs to go on.
+    """
+    process = os.getpid()
+    try:
+        value = function()
+    except BaseException as error:
+        if os.getpid() != process:
+            _end(error)
+        raise
+    if os.getpid() != process:
+        _end(SystemExit())
+    return value
+
+
+def _end(error: BaseException) -> NoReturn:
+    code: object = 1
+    if isinstance(error, SystemExit):
+        code = error.code or 0
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    flush()
+    os._exit(code & 0xFF)
 
 
 def set_streams(call: Call) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -457,3 +458,45 @@ def test_a_model_that_rank_0_has_kept_is_the_module_after_the_call(tmp_path: Pat
 
     assert ended.code == 0, ended.text
     assert "the call of its context has ended" in ended.lines("REFUSED")[0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
+def test_what_the_function_forks_ends_where_it_leaves_the_function(
+    tmp_path: Path, strategy: str
+) -> None:
+    """By its own code, and with its own exception; it neither reports for the rank nor waits."""
+    script = write(
+        tmp_path,
+        """
+        import os, sys
+        from distribute import run
+
+        def forked(leave):
+            child = os.fork()
+            if child == 0:
+                return leave()
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+        def fail():
+            raise ValueError("the child's")
+
+        def body(ctx):
+            process, codes = os.getpid(), []
+            for leave in (lambda: sys.exit(3), lambda: sys.exit("a text"), sys.exit, fail, int):
+                code = forked(leave)
+                if os.getpid() != process:
+                    return None  # a child that does not end by itself
+                codes.append(code)
+            return ctx.all_gather_object(codes)
+
+        print("CODES", run(body, devices=2, strategy=sys.argv[1], deadline=30))
+        """,
+    )
+
+    ended = run_python(script, strategy)
+
+    assert ended.code == 0, ended.text
+    assert ended.lines("CODES") == [f"CODES {[[3, 1, 0, 1, 0]] * 2}"]
+    assert ended.err.count("ValueError: the child's") == 2
+    assert len(re.findall(r"^(\[1\] )?a text$", ended.err, re.M)) == 2
+    assert "OSError" not in ended.err
