@@ -118,6 +118,7 @@ def _slow() -> None:
 
 def test_ranks_that_do_not_join_in_time_are_named() -> None:
     """A timeout of its own, apart from that of collectives."""
+    run(lambda ctx: None, devices=2, start_method="forkserver")  # the server may take more than 2 s
     with pytest.raises(JoinTimeout, match=r"rank\(s\) 1 of 2 did not join within 2 s"):
         run(
             lambda ctx, slow: None,
