@@ -13,7 +13,7 @@ from distribute import record
 from distribute.agreement import Call, agree
 from distribute.collectives import broadcast_object
 from distribute.errors import BarrierTimeout, RequestError
-from distribute.groups import is_alone, serves_cpu
+from distribute.groups import default_group, is_alone, serves_cpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +38,7 @@ def from_main(world: World, obj: T, name: str) -> T:
     """
     if is_alone(world):
         return obj
+    default_group(world)  # there is a store as long as there is this
     store = dist.distributed_c10d._get_default_store()
     turn = _turn(_MAIN)
     if world.rank == 0:
@@ -77,6 +78,7 @@ def barrier(world: World, *, timeout: float | None = None, name: str = "") -> No
 
 def _meet(world: World, timeout: float, name: str) -> None:
     """Waits in the store, where nobody is held up who gives up waiting."""
+    default_group(world)  # there is a store as long as there is this
     store = dist.distributed_c10d._get_default_store()
     turn = _turn(_BARRIER)
     key = f"{_BARRIER}/{turn}"

@@ -18,7 +18,7 @@ from distribute.errors import RequestError
 from distribute.messages import Site
 from distribute.plan import Plan, resolve
 from distribute.request import Request
-from distribute.task import Task, check_arguments, context_position
+from distribute.task import Task, check_arguments, check_function, context_position
 
 if TYPE_CHECKING:
     from distribute.context import Context
@@ -51,7 +51,8 @@ def call(
 def checked_task(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Task:
-    """Returns what a call runs; a `TypeError` if the arguments do not fit the function."""
+    """Returns what a call runs; refuses what cannot be called, or not with these arguments."""
+    check_function(function)
     task = Task(function, args, kwargs, context_position(function))
     check_arguments(task)
     return task
@@ -124,7 +125,7 @@ def carry_out(chosen: Plan, launch: Callable[[Plan], list[Outcome]]) -> Any:
             processes did not start working.
     """
     __tracebackhide__ = True
-    from distribute import consumer, hosting, notice
+    from distribute import consumer, hosting, interrupt, notice
     from distribute.failure import NotReady
 
     if isinstance(chosen.output, PurePath) and chosen.forwarded:
@@ -133,7 +134,7 @@ def carry_out(chosen: Plan, launch: Callable[[Plan], list[Outcome]]) -> Any:
     _called = True
     if chosen.remark:
         notice.tell(f"distribute: {chosen.remark}\n")
-    with hosting.script_as_main():
+    with hosting.script_as_main(), interrupt.audible():
         done = _attempt(chosen, launch)
         if isinstance(done, NotReady) and command.frozen():
             done = RequestError(

@@ -130,7 +130,8 @@ class WorkerError(DistributeError, RuntimeError):
 
     def __str__(self) -> str:
         who = f"rank {self.rank} raised " if self.rank >= 0 else ""
-        return f"{who}{self.type_name}: {self.text} (shown as WorkerError because {self.reason})"
+        text = f": {self.text}" if self.text else ""
+        return f"{who}{self.type_name}{text} (shown as WorkerError because {self.reason})"
 
 
 class WorkerDied(DistributeError, RuntimeError):

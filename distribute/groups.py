@@ -28,9 +28,11 @@ def cpu_group(world: World) -> dist.ProcessGroup:
 
     It is the default group where that serves the CPU, else a gloo group. The first call makes
     that group, so all ranks must make it at the same point of their program.
+
+    Raises:
+        RequestError: The call has ended.
     """
-    default = dist.group.WORLD
-    assert default is not None, "a world of more than one rank has a process group"
+    default = default_group(world)
     if serves_cpu(world.backend):
         return default
     if default not in _cpu_groups:
@@ -38,6 +40,22 @@ def cpu_group(world: World) -> dist.ProcessGroup:
         rendezvous.adopt(group)
         _cpu_groups[default] = group
     return _cpu_groups[default]
+
+
+def default_group(world: World) -> dist.ProcessGroup:
+    """Returns the group of all ranks of a world of more than one.
+
+    Raises:
+        RequestError: The call has ended.
+    """
+    default = dist.group.WORLD
+    if default is None:
+        raise RequestError(
+            f"a collective of rank {world.rank} of {world.world_size}",
+            "the call of its context has ended, and the other ranks are not there any more",
+            "make it in the function, and return what is needed after the call",
+        )
+    return default
 
 
 def serves_cpu(backend: str) -> bool:

@@ -158,6 +158,28 @@ def held() -> Generator[None]:
             signal.raise_signal(one)
 
 
+@contextmanager
+def audible() -> Generator[None]:
+    """Has Ctrl-C interrupt this thread where an event loop would only cancel what it runs next.
+
+    The handlers of `asyncio.run` and of a notebook's cell with `await` leave it to the loop, which
+    is busy with the call. A handler of the user's own stays.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    inside = getattr(handler, "func", handler)  # asyncio's is a partial
+    package = (getattr(inside, "__module__", None) or "").partition(".")[0]
+    main = threading.current_thread() is threading.main_thread()
+    if not main or package not in ("asyncio", "ipykernel"):
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, handler)
+
+
 _hearing: weakref.WeakSet[Signals] = weakref.WeakSet()
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distribute.agreement import Call, agree
 from distribute.errors import RequestError
-from distribute.replica import replica
+from distribute.replica import DistributedModel, replica
 from distribute.stateful import is_lazy
 from distribute.tree import described
 
@@ -258,6 +258,8 @@ def _require_options(options: dict[str, Any]) -> None:
 
 
 def _on_device(world: World, module: M | Callable[[], M]) -> M:
+    if isinstance(module, DistributedModel) and module.over():
+        module = cast("M", module.module)  # a caller that was rank 0 has kept it
     if isinstance(module, DistributedDataParallel):
         raise RequestError(
             "a DistributedDataParallel", "it is wrapped already", "pass the module inside it"

@@ -70,6 +70,10 @@ class Raised:
     again: bool = False
     unsent: str = ""
 
+    def __str__(self) -> str:
+        """Says it as the last line of a traceback does."""
+        return f"{plain(self.type_name)}: {self.text}" if self.text else plain(self.type_name)
+
 
 @dataclass
 class Outcome:
@@ -276,7 +280,7 @@ def public(found: Outcome, **more: Any) -> RankOutcome:
     }
     return RankOutcome(
         rank=found.rank,
-        error="" if raised is None else f"{plain(raised.type_name)}: {raised.text}",
+        error="" if raised is None else str(raised),
         exit_code=found.exit_code,
         signal=found.signal,
         consequence=found.consequence or found.echo,

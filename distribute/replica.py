@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,6 +62,8 @@ class DistributedModel(DistributedDataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; synchronises buffers and gradients only when gradients are enabled."""
         watch = self._watch
+        if watch.over():
+            return self._after_call(args, kwargs)
         if not torch.is_grad_enabled() or watch.all_frozen():
             return self._quietly(args, kwargs)
         watch.check()
@@ -84,6 +87,24 @@ class DistributedModel(DistributedDataParallel):
             return cast("Any", super()).forward(*args, **kwargs)
         finally:
             self.require_forward_param_sync, self.require_backward_grad_sync = due
+
+    def over(self) -> bool:
+        """Tells whether the call is over in which `ctx.model` made it: it is the module alone."""
+        return self._watch.over()
+
+    def _after_call(self, args: Any, kwargs: Any) -> Any:
+        # In the caller, which was rank 0 and may keep the model: there is nobody to wait for.
+        if dist.group.WORLD is not None:
+            raise RequestError(
+                f"a forward pass of {type(self.module).__name__}",
+                "ctx.model wrapped it in a call that has ended, whose ranks were others",
+                "wrap it again: model = ctx.model(ctx.unwrap(model))",
+            )
+        # With it go its hooks, which would reduce the gradients of a backward pass.
+        untyped: Any = self
+        untyped.reducer = untyped.logger = None
+        name, self._method = self._method, ""
+        return getattr(self.module, name or "__call__")(*args, **kwargs)
 
     def _run_ddp_forward(self, *args: Any, **kwargs: Any) -> Any:
         name, self._method = self._method, ""

@@ -7,10 +7,12 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from traceback import FrameSummary, StackSummary
 from typing import Any
 
-from distribute import cells, record
+from distribute import cells, hosting, record
 from distribute.cgroup import OutOfMemory
 from distribute.ending import Worker
 from distribute.errors import RankOutcome, signal_name
@@ -159,19 +161,34 @@ def _last(operation: Operation | None) -> str:
 
 
 def _call(stack: StackSummary) -> tuple[str, FrameSummary | None]:
-    """Returns what torch is doing for the user, if anything, and the user's own frame."""
-    torch = f"{os.sep}torch{os.sep}"
+    """Returns what torch is doing for the user, if anything, and the user's own frame.
+
+    That is the innermost one that is not of an installed package, or else not torch's.
+    """
     inside = ""
     own: FrameSummary | None = None
+    certain = False
     for frame in stack:
-        if torch not in frame.filename:
-            own, inside = frame, ""
+        if not frame.filename.startswith(_torch()):
+            users = not hosting.installed(frame.filename) and not frame.filename.startswith(
+                "<frozen "
+            )
+            if users or not certain:
+                own, inside, certain = frame, "", users
         elif not inside:
             if frame.filename.endswith("distributed_c10d.py"):
                 inside = frame.name
             elif frame.name == "_engine_run_backward":
                 inside = "backward"
     return inside, own
+
+
+@cache
+def _torch() -> str:
+    """Returns torch's directory; this process need not have imported it."""
+    found = find_spec("torch")
+    places = None if found is None else found.submodule_search_locations
+    return os.path.join(places[0] if places else os.sep, "")
 
 
 def outcomes(
@@ -244,8 +261,9 @@ def notes(found: Mapping[int, Outcome], cause: int | None) -> list[str]:
             if cause is not None:
                 told.append(f"rank {rank} lost its connection because of the above")
         elif one.raised is not None:
-            name = plain(one.raised.type_name)
-            told.append(f"rank {rank} raised as well: {name}: {one.raised.text}")
+            # An interruption of the caller is felt by a rank 0 that it is itself.
+            if cause is not None or one.raised.type_name != "builtins.KeyboardInterrupt":
+                told.append(f"rank {rank} raised as well: {one.raised}")
         elif one.signal is not None:
             told.append(f"rank {rank} was killed by {signal_name(one.signal)} as well")
         elif one.exit_code is not None:

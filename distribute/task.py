@@ -149,6 +149,29 @@ def _imported_from(function: Any, name: str) -> str | None:
     return None
 
 
+def check_function(function: Callable[..., Any]) -> None:
+    """Refuses a function that only makes an object, which would run after the call has ended.
+
+    Raises:
+        RequestError: It is an async function or a generator function.
+    """
+    # Not through `__wrapped__`: a wrapper may run what it wraps.
+    called = (function, type(function).__call__)
+    name = getattr(function, "__qualname__", repr(function))
+    if any(map(inspect.iscoroutinefunction, called)):
+        raise RequestError(
+            f"{name}, an async function",
+            "a call of it makes a coroutine, of which no rank would run anything",
+            "pass a function that runs it, such as def main(ctx): return asyncio.run(train(ctx))",
+        )
+    if any(inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in called):
+        raise RequestError(
+            f"{name}, a generator function",
+            "a call of it makes a generator, of which no rank would run anything",
+            "return a list, or show what comes meanwhile with ctx.print",
+        )
+
+
 def check_arguments(task: Task) -> None:
     """Raises the `TypeError` that the call would raise, before anything is started."""
     assert task.function is not None

@@ -67,6 +67,11 @@ class Watch:
         if listen:
             self._listen()
 
+    def over(self) -> bool:
+        """Tells whether the call is over in which the module was wrapped."""
+        group = self._group()
+        return group is None or dist.group.WORLD is not group
+
     def all_frozen(self) -> bool:
         """Tells whether nothing is trained now, as a discriminator in the generator's turn."""
         return not any(one.requires_grad for one in self._trained)
@@ -134,7 +139,7 @@ class Watch:
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         wrapper: Any = self._wrapper()
-        if wrapper is None or self._local or not wrapper.require_backward_grad_sync:
+        if wrapper is None or self._local or not wrapper.require_backward_grad_sync or self.over():
             return
         if self._expecting:
             if not self._ending:
@@ -142,10 +147,8 @@ class Watch:
                 # Twice, so that it comes after the callback by which DDP ends its own work.
                 _at_end_of_backward(lambda: _at_end_of_backward(self._end))
             return
-        # Another wrapper of the same parameter expects it, or this one's call has ended.
+        # Another wrapper of the same parameter expects it.
         if any(one._expecting or one._local for one in _watches[parameter]):
-            return
-        if dist.group.WORLD is not self._group():
             return
         names = self._names({id(parameter)})
         kind = type(self._module).__name__

@@ -21,13 +21,15 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 from distribute import ambient, devices, lifeline, memory, outcome, record, rendezvous, scratch
 from distribute.channel import Channel
 from distribute.context import Context, entered
 from distribute.display import PLAIN
 from distribute.environment import WORKER_MARKER
+from distribute.handlers import Deferred
 from distribute.interrupt import WorldEnded, from_handler
 from distribute.link import Link, WatchedLink
 from distribute.messages import (
@@ -51,6 +53,8 @@ from distribute.snapshot import untouched
 from distribute.state import Held
 from distribute.task import Task
 from distribute.world import World
+
+T = TypeVar("T")
 
 
 class Seat:
@@ -161,6 +165,8 @@ def run_call(
     rank = seat.place.rank
     record.fresh()
     held: Held | None = None
+    # The calling process is the user's, with all its handlers.
+    handlers = Deferred(active=not local)
     try:
         task = take()
         if rank == 0 and task.parts:
@@ -173,7 +179,9 @@ def run_call(
                 raise WorldEnded
         call.settings.apply()
         set_streams(call)
-        value = run_user(context, task, guarded, write_back=not local or call.plan.write_back)
+        write_back = not local or call.plan.write_back
+        function = partial(run_user, context, task, guarded, write_back=write_back)
+        value = handlers.after(partial(_without_children, function))
         wanted = rank == 0 or call.plan.returns == "all"
         result = outcome.returned(rank, value if wanted else None, local=local, held=held)
         result.holds_group = call.keep and seat.holds_group
@@ -188,13 +196,14 @@ def run_call(
         else:
             result = outcome.system_exit(rank, error, local=local, held=held)
     except BaseException as error:
-        result = outcome.raised(rank, error, local=local)
+        result = outcome.raised(rank, handlers.cause(error), local=local)
     try:
         if not local:
             # The calling process prints on, and its unfinished line is not to be in the way.
             flush()
         link.send(replace(result, local=None) if local else result)
         result.drop()
+        handlers.end()
         return result
     finally:
         # The exception's traceback holds this frame: together they would be garbage that keeps
@@ -225,6 +234,36 @@ def run_user(
         if context.device.type != "cpu":
             context._attend(task.stateful())
         return body() if write_back else untouched(task.stateful(), body)
+
+
+def _without_children(function: Callable[[], T]) -> T:
+    """Calls a function; what it forks ends where it leaves the function, as a program ends.
+
+    A fork has none of the threads and none of the channels that a rank needs to go on.
+    """
+    process = os.getpid()
+    try:
+        value = function()
+    except BaseException as error:
+        if os.getpid() != process:
+            _end(error)
+        raise
+    if os.getpid() != process:
+        _end(SystemExit())
+    return value
+
+
+def _end(error: BaseException) -> NoReturn:
+    code: object = 1
+    if isinstance(error, SystemExit):
+        code = error.code or 0
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    flush()
+    os._exit(code & 0xFF)
 
 
 def set_streams(call: Call) -> None:

@@ -286,6 +286,42 @@ def test_c33_ctrl_c_ends_everything(
     assert "DONE" not in ended.out
     assert ended.err.count(TRACEBACK) <= 1, ended.err
     assert "Exception ignored" not in ended.err
+    assert "raised as well" not in ended.err
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
+def test_ctrl_c_ends_a_call_in_an_event_loop(tmp_path: Path, strategy: str) -> None:
+    """Whose handler would only cancel what comes after the call."""
+    script = write(
+        tmp_path,
+        """
+        import asyncio, signal, sys, time
+        from distribute import run
+
+        def body(ctx):
+            print(f"UP {ctx.rank} of {ctx.world_size}\\n", end="", flush=True)
+            time.sleep(600)
+
+        async def main():
+            await asyncio.sleep(0)
+            before = signal.getsignal(signal.SIGINT)
+            try:
+                run(body, devices=2, strategy=sys.argv[1])
+            except KeyboardInterrupt:
+                print("ENDED", signal.getsignal(signal.SIGINT) is before)
+
+        asyncio.run(main())
+        """,
+    )
+
+    def act(running: Running) -> None:
+        running.wait_for(running.out, r"UP 0 of 2\b", r"UP 1 of 2\b")
+        interrupt_launcher(running)
+
+    ended = run_with(act, script, strategy, directory=tmp_path, within=15)
+
+    assert ended.code == 0, ended.text
+    assert ended.lines("ENDED") == ["ENDED True"]
 
 
 @pytest.mark.parametrize("strategy", ALL_STRATEGIES)

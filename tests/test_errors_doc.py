@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # an optimizer would import it, which sets a variable
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -292,6 +293,17 @@ def not_callable(ground: Ground) -> list[str]:
         told(lambda: run(None)),  # type: ignore[call-overload]
         told(lambda: distributed(devices=2)(3)),  # type: ignore[call-overload]
     ]
+
+
+@producer
+def function_kind(ground: Ground) -> list[str]:
+    async def train(ctx: Context) -> None:
+        ctx.barrier()
+
+    def steps(ctx: Context) -> Iterator[int]:
+        yield ctx.rank
+
+    return [told(partial(run, one, **FORK)) for one in (train, steps)]
 
 
 @producer
@@ -912,9 +924,16 @@ def training(ground: Ground) -> list[str]:
             module.part.bias.requires_grad_(False)
         model(x)
 
+    def earlier(ctx: Context) -> None:
+        model = ctx.model(Encoder())
+        dist.destroy_process_group()  # as between two calls
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model(x)
+
     return [
         on_two(beside),
         on_two(unused),
+        on_two(earlier),
         *(on_two(partial(changed, name=name)) for name in ("spare.weight", "extra", "part.bias")),
     ]
 
@@ -1115,6 +1134,15 @@ def barrier(ground: Ground) -> list[str]:
         ctx.barrier(timeout=0.2, name="load")
 
     return [on_two(late)]
+
+
+@producer
+def over(ground: Ground) -> list[str]:
+    def body(ctx: Context) -> str:
+        dist.destroy_process_group()  # as the end of the call does
+        return told(lambda: ctx.all_reduce(1))
+
+    return [run(body, **FORK)]
 
 
 @producer

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
 import distribute
 from distribute import Context, DeadlineExceeded, JoinTimeout, MainFailed, RequestError, run
@@ -83,6 +84,32 @@ def test_the_stack_names_what_torch_is_doing_for_whom() -> None:
     assert f"rank 0 is in all_reduce at {HERE}:{line}" in notes(caught.value)
 
 
+def test_the_summary_names_the_users_line_and_not_that_of_what_it_calls() -> None:
+    """Such as a wait for a program, or for a loader's worker."""
+
+    def body(ctx: Context) -> None:
+        if ctx.rank == 1:
+            subprocess.run(["sleep", "600"], check=True)  # a program
+        for _ in DataLoader(Sleeping(), num_workers=1):  # a loader
+            pass
+
+    with pytest.raises(DeadlineExceeded) as caught:
+        run(body, deadline=1, **FORK)
+
+    text = notes(caught.value)
+    assert f"rank 0 is at {HERE}:{line_of('# a loader')}, in body; " in text
+    assert f"rank 1 is at {HERE}:{line_of('# a program')}, in body\n" in text
+
+
+class Sleeping(Dataset[int]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(600)
+        return index
+
+
 def test_a_collective_that_times_out_shows_who_did_not_come() -> None:
     """The rank that waited has the news, the other its stack."""
 
@@ -128,6 +155,7 @@ def _sleep_on_rank_1() -> None:
 
 
 def test_ranks_that_do_not_join_are_shown_where_they_are() -> None:
+    run(lambda ctx: None, devices=2, strategy="ddp_forkserver")  # the server takes more than 1 s
     with pytest.raises(JoinTimeout, match=r"rank\(s\) 1 of 2") as caught:
         run(
             lambda ctx, slow: None,

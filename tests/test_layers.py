@@ -49,7 +49,7 @@ record output
 consumer
 sent
 memory
-ambient cgroup checkpoint command devices environment interrupt openmp process rendezvous stateful tree world
+ambient cgroup checkpoint command devices environment handlers interrupt openmp process rendezvous stateful tree world
 cells culprit errors hosting lifeline notice reference scratch threads
 launchers.__init__
 """  # noqa: E501

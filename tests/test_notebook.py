@@ -554,6 +554,21 @@ def test_the_stop_button_is_one_keyboard_interrupt(
     assert notebook.value(run) == "2"
 
 
+def test_the_stop_button_ends_a_call_of_a_cell_that_awaits(notebook: Notebook) -> None:
+    """The kernel would only cancel what comes after the call."""
+    before = notebook.processes()
+    cell = start_forever(
+        notebook, "import asyncio\nawait asyncio.sleep(0)\nrun(forever, devices=2)"
+    )
+    notebook.interrupt(group=False)
+    notebook.finish(cell, 10)
+
+    assert cell.error is not None
+    assert cell.error[0] == "KeyboardInterrupt"
+    notebook.only(before)
+    assert notebook.value("run(lambda ctx: ctx.all_reduce(1), devices=2)") == "2"
+
+
 @pytest.mark.slow
 def test_nothing_outlives_the_kernel(tmp_path: Path) -> None:
     """A restart while a call runs ends its ranks; so does SIGKILL to the kernel."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -407,3 +408,95 @@ def test_what_processes_share_by_inheriting_it_is_refused(tmp_path: Path) -> Non
         'start_method="fork"'
     ]
     assert ended.lines("RUNS") == ["RUNS"]
+
+
+def test_a_model_that_rank_0_has_kept_is_the_module_after_the_call(tmp_path: Path) -> None:
+    """The caller was rank 0: its model and context must wait for nobody, and train again."""
+    script = write(
+        tmp_path,
+        """
+        import torch
+        from torch import nn
+        from distribute import Context, RequestError, distributed
+
+        class Trainer:
+            def __init__(self):
+                self.net = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+
+            @distributed(devices=2, returns="all")
+            def fit(self, ctx: Context, rounds):
+                self.net, self.ctx = ctx.model(self.net), ctx
+                self.step(rounds)
+                self.net(torch.randn(4, 2))  # a backward pass does not follow
+                return ctx.world_size, self.weight()
+
+            def step(self, rounds):
+                optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+                for _ in range(rounds):
+                    optimizer.zero_grad()
+                    self.net(torch.randn(4, 2)).square().sum().backward()
+                    optimizer.step()
+
+            def weight(self):
+                return self.net.state_dict()["1.weight"].tolist()
+
+        if __name__ == "__main__":
+            trainer = Trainer()
+            for rounds in (3, 2):
+                (size, first), (_, second) = trainer.fit(rounds)
+                assert size == 2 and first == second == trainer.weight()
+                trainer.step(2)
+                assert trainer.weight() != first
+            try:
+                trainer.ctx.all_reduce(1)
+            except RequestError as error:
+                print("REFUSED", error)
+        """,
+    )
+
+    ended = run_python(script)
+
+    assert ended.code == 0, ended.text
+    assert "the call of its context has ended" in ended.lines("REFUSED")[0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
+def test_what_the_function_forks_ends_where_it_leaves_the_function(
+    tmp_path: Path, strategy: str
+) -> None:
+    """By its own code, and with its own exception; it neither reports for the rank nor waits."""
+    script = write(
+        tmp_path,
+        """
+        import os, sys
+        from distribute import run
+
+        def forked(leave):
+            child = os.fork()
+            if child == 0:
+                return leave()
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+        def fail():
+            raise ValueError("the child's")
+
+        def body(ctx):
+            process, codes = os.getpid(), []
+            for leave in (lambda: sys.exit(3), lambda: sys.exit("a text"), sys.exit, fail, int):
+                code = forked(leave)
+                if os.getpid() != process:
+                    return None  # a child that does not end by itself
+                codes.append(code)
+            return ctx.all_gather_object(codes)
+
+        print("CODES", run(body, devices=2, strategy=sys.argv[1], deadline=30))
+        """,
+    )
+
+    ended = run_python(script, strategy)
+
+    assert ended.code == 0, ended.text
+    assert ended.lines("CODES") == [f"CODES {[[3, 1, 0, 1, 0]] * 2}"]
+    assert ended.err.count("ValueError: the child's") == 2
+    assert len(re.findall(r"^(\[1\] )?a text$", ended.err, re.M)) == 2
+    assert "OSError" not in ended.err

@@ -118,6 +118,7 @@ def _slow() -> None:
 
 def test_ranks_that_do_not_join_in_time_are_named() -> None:
     """A timeout of its own, apart from that of collectives."""
+    run(lambda ctx: None, devices=2, start_method="forkserver")  # the server may take more than 2 s
     with pytest.raises(JoinTimeout, match=r"rank\(s\) 1 of 2 did not join within 2 s"):
         run(
             lambda ctx, slow: None,
@@ -171,6 +172,19 @@ def test_an_exception_that_cannot_be_rebuilt_arrives_as_text() -> None:
     assert caught.value.type_name.endswith("TwoArguments")
     assert caught.value.text == "1 and 2"
     assert "raise TwoArguments(1, 2)" in caught.value.traceback
+
+
+def test_an_exception_without_a_text_is_told_by_its_type_alone() -> None:
+    def body(ctx: Context) -> None:
+        ctx.barrier()
+        if ctx.rank == 1:
+            raise MemoryError
+        ctx.barrier()
+
+    with pytest.raises(MemoryError) as caught:
+        run(body, **FORK)
+
+    assert caught.value.outcomes[1].error == "MemoryError"  # type: ignore[attr-defined]
 
 
 def test_a_value_that_cannot_be_pickled_is_an_error_of_its_rank() -> None:
