@@ -7,6 +7,7 @@ how whitespace is broken does not count.
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import re
@@ -22,6 +23,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch._dynamo  # an optimizer would import it, which sets a variable
@@ -839,6 +841,7 @@ def model(ground: Ground) -> list[str]:
         alone(lambda ctx: ctx.model(nn.Linear(1, 1), device_ids=[0])),
         alone(lambda ctx: ctx.model(nn.Linear(1, 1), sync_batchnorm=True)),
         alone(lambda ctx: ctx.model(lambda: 3)),  # type: ignore[type-var]
+        alone(lambda ctx: ctx.model([nn.Linear(1, 1)])),  # type: ignore[call-overload]
         alone(lambda ctx: ctx.model(Encoder(), forward="los")),
         alone(lambda ctx: ctx.model(Encoder(), forward="x")),
         alone(lambda ctx: ctx.model(on_meta())),
@@ -1061,6 +1064,15 @@ def data_differs(ground: Ground) -> list[str]:
 
 
 @producer
+def checkpoint(ground: Ground) -> list[str]:
+    def saved(ctx: Context) -> None:
+        ctx.save({"args": argparse.Namespace(lr=0.1)}, ground.path / "run.pt")
+        ctx.load(ground.path / "run.pt")
+
+    return [alone(saved)]
+
+
+@producer
 def collectives(ground: Ground) -> list[str]:
     return [
         alone(lambda ctx: ctx.all_reduce(1, op="avg")),
@@ -1071,6 +1083,7 @@ def collectives(ground: Ground) -> list[str]:
         alone(lambda ctx: ctx.scatter([1, 2])),
         alone(lambda ctx: ctx.barrier(timeout=0)),
         alone(lambda ctx: ctx.all_reduce({"loss": "low"})),
+        alone(lambda ctx: ctx.all_reduce(numpy.ones(2))),
         alone(lambda ctx: ctx.all_reduce(torch.ones(1, dtype=torch.complex64), op="max")),
         alone(lambda ctx: ctx.all_reduce(2**64)),
         alone(lambda ctx: ctx.all_reduce(torch.eye(2).to_sparse())),
