@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from distribute import ambient, devices, memory, outcome, record, rendezvous
+from distribute import ambient, devices, memory, outcome, record, rendezvous, variables
 from distribute.channel import Channel
 from distribute.context import Context, entered
 from distribute.display import PLAIN
@@ -280,6 +280,7 @@ def _taker(call: Call, first: Task | None, held: Mapping[int, list[int]]) -> Cal
             sent: Task = call.payload.load(held=held)
         finally:
             call.payload.close()
+        variables.put(sent.variables)
         return sent if first is None or sent.function is not None else sent.completed_by(first)
 
     return take

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -28,6 +29,7 @@ from distribute.place import Place
 from distribute.plan import Plan
 from distribute.process import ChildProcess
 from distribute.task import Task, check_inherited, pack_arguments, packed_for_script
+from distribute.variables import Variables
 
 _IMPORTED = time.monotonic()
 
@@ -36,6 +38,7 @@ _IMPORTED = time.monotonic()
 
 
 _kept: Led | None = None
+_variables = Variables()
 
 
 def kept() -> tuple[tuple[int, ...], str] | None:
@@ -51,8 +54,16 @@ def run(plan: Plan, task: Task, site: Site) -> list[Outcome]:
     Raises:
         Failure: The call did not succeed.
     """
+    try:
+        return _run(plan, task, site)
+    finally:
+        _variables.note()
+
+
+def _run(plan: Plan, task: Task, site: Site) -> list[Outcome]:
     global _kept
     if _kept is not None:
+        task = replace(task, variables=_variables.changed())
         # Before the ranks are called, or harmed: it may be impossible.
         ready = [one.ready for one in _kept.workers.members if one.ready is not None]
         payload = packed_for_script(task, _main_names(ready))
