@@ -64,6 +64,7 @@ class Watch:
         self._expecting = False  # DDP waits for gradients of a forward
         self._local = False  # the last forward was one of no_sync
         self._ending = False  # the end of the running backward is waited for
+        self._come: set[int] = set()  # parameters that have their gradient since that forward
         if listen:
             self._listen()
 
@@ -113,6 +114,7 @@ class Watch:
         if synchronised:
             self._expecting = True
             self._ending = False
+            self._come.clear()
 
     def _listen(self) -> None:
         own = weakref.ref(self)
@@ -137,6 +139,9 @@ class Watch:
         if wrapper is None or self._local or not wrapper.require_backward_grad_sync:
             return
         if self._expecting:
+            if id(parameter) in self._come and not wrapper.static_graph:
+                raise self._twice(parameter)
+            self._come.add(id(parameter))
             if not self._ending:
                 self._ending = True
                 # Twice, so that it comes after the callback by which DDP ends its own work.
@@ -156,6 +161,16 @@ class Watch:
             "gradients",
             'call model(...), or name the method, ctx.model(module, forward="method"), or have '
             "each rank keep its own gradients, with ctx.no_sync(model)",
+        )
+
+    def _twice(self, parameter: torch.Tensor) -> RequestError:
+        names = self._names({id(parameter)})
+        return RequestError(
+            f"a second gradient of {quoted(names)} of {type(self._module).__name__} after one "
+            "forward pass",
+            "DDP synchronises the gradient of a parameter once",
+            "add up the losses that lead to it, and call backward once: "
+            "(loss_a + loss_b).backward()",
         )
 
     def _end(self) -> None:

@@ -876,6 +876,11 @@ def training(ground: Ground) -> list[str]:
         model = ctx.model(Encoder())
         model.part(x).sum().backward()
 
+    def twice(ctx: Context) -> None:
+        outputs = ctx.model(Encoder())(torch.ones(2, 1))
+        outputs[0].sum().backward(retain_graph=True)
+        outputs[1].sum().backward()
+
     def unused(ctx: Context) -> None:
         model = ctx.model(Encoder())
         for _ in range(2):
@@ -895,6 +900,7 @@ def training(ground: Ground) -> list[str]:
 
     return [
         on_two(beside),
+        on_two(twice),
         on_two(unused),
         *(on_two(partial(changed, name=name)) for name in ("spare.weight", "extra", "part.bias")),
     ]
