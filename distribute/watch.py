@@ -124,15 +124,16 @@ class Watch:
             if watch is not None:
                 watch._arrived(parameter)
 
-        # One of each layer: a layer's parameters get their gradients together.
-        for one in self._module.modules():
-            mine = {id(each) for each in self._trained}
-            first = next((each for each in one.parameters(recurse=False) if id(each) in mine), None)
-            if first is None:
-                continue
-            handle = cast("Any", first).register_post_accumulate_grad_hook(hook)
-            weakref.finalize(self, handle.remove).atexit = False
-            _watches.setdefault(first, weakref.WeakSet()).add(self)
+        # Two of each layer: its parameters get their gradients together, and one of these first,
+        # before DDP sees a gradient of the layer.
+        left = {id(one) for one in self._trained}
+        for layer in self._module.modules():
+            mine = [one for one in layer.parameters(recurse=False) if id(one) in left]
+            left.difference_update(map(id, mine))  # a tied one is in several layers
+            for one in mine[:1] + mine[1:][-1:]:
+                handle = cast("Any", one).register_post_accumulate_grad_hook(hook)
+                weakref.finalize(self, handle.remove).atexit = False
+                _watches.setdefault(one, weakref.WeakSet()).add(self)
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         wrapper: Any = self._wrapper()

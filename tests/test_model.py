@@ -391,8 +391,14 @@ def test_a_second_loss_through_the_same_parameters_is_refused() -> None:
     """As an actor's and a critic's, each with a backward of its own; torch does not say which."""
 
     class Actor(Parts):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Linear(2, 2)  # whose bias has its gradient before its weight
+            self.decoder = nn.Linear(2, 2)
+            self.decoder.weight = self.encoder.weight
+
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            hidden = self.encoder(x)
+            hidden = self.decoder(self.encoder(x))
             return hidden, self.head(hidden)
 
     def fn(world: World) -> tuple[str, bool]:
@@ -406,7 +412,7 @@ def test_a_second_loss_through_the_same_parameters_is_refused() -> None:
         (hidden.sum() + out.sum()).backward()
         return caught.value.given, agreed(world, again)
 
-    given = "a second gradient of parameter 'encoder.weight' of Actor after one forward pass"
+    given = "a second gradient of parameter 'decoder.bias' of Actor after one forward pass"
     assert on_ranks(2, fn) == [(given, True)] * 2
 
 
