@@ -877,7 +877,8 @@ def training(ground: Ground) -> list[str]:
         model.part(x).sum().backward()
 
     def twice(ctx: Context) -> None:
-        outputs = ctx.model(Encoder())(torch.ones(2, 1))
+        model = ctx.model(Encoder())
+        outputs = model(torch.ones(2, 1))
         outputs[0].sum().backward(retain_graph=True)
         outputs[1].sum().backward()
 
