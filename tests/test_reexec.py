@@ -156,6 +156,10 @@ def test_later_calls_get_what_the_script_has_set_in_its_modules(tmp_path: Path) 
             config.layers.append(2)
             settings.names.a = 4
             settings.table["b"] = [5]
+            try:
+                run(lambda ctx, file: file, open(settings.__file__), devices=2)
+            except ValueError:
+                print("REFUSED")  # so nothing has been sent
             for _ in range(2):
                 print("SECOND", *run(settings.train, devices=2, returns="all"), sep="\\n  ")
         """,
@@ -165,6 +169,7 @@ def test_later_calls_get_what_the_script_has_set_in_its_modules(tmp_path: Path) 
 
     assert ended.code == 0, ended.text
     assert ended.lines("FIRST") == ["FIRST (0.1, False, 0.1, [1], 1, {'a': (1, 2)})"]
+    assert ended.lines("REFUSED") == ["REFUSED"]
     later = "  (0.2, True, 0.3, [1, 2], 4, {'a': (1, 2), 'b': [5]})"
     assert [one for one in ended.out.splitlines() if one.startswith("  (")] == [later] * 4
 

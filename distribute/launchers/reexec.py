@@ -54,31 +54,30 @@ def run(plan: Plan, task: Task, site: Site) -> list[Outcome]:
     Raises:
         Failure: The call did not succeed.
     """
-    try:
-        return _run(plan, task, site)
-    finally:
-        _variables.note()
-
-
-def _run(plan: Plan, task: Task, site: Site) -> list[Outcome]:
     global _kept
     if _kept is not None:
         task = replace(task, variables=_variables.changed())
         # Before the ranks are called, or harmed: it may be impossible.
         ready = [one.ready for one in _kept.workers.members if one.ready is not None]
         payload = packed_for_script(task, _main_names(ready))
-        return _kept.call(plan, task, lambda _: payload)
+        try:
+            return _kept.call(plan, task, lambda _: payload)
+        finally:
+            _variables.note()
     check_inherited(task)
     _kept = _launch(plan)
     atexit.register(_close)
-    return _kept.call(
-        plan,
-        task,
-        lambda ready: pack_arguments(task, _main_names(ready)),
-        site=site,
-        # The workers do what this process did up to here, which may have taken its time.
-        extra_time=time.monotonic() - _IMPORTED,
-    )
+    try:
+        return _kept.call(
+            plan,
+            task,
+            lambda ready: pack_arguments(task, _main_names(ready)),
+            site=site,
+            # The workers do what this process did up to here, which may have taken its time.
+            extra_time=time.monotonic() - _IMPORTED,
+        )
+    finally:
+        _variables.note()
 
 
 def _main_names(ready: list[Ready]) -> frozenset[str]:
