@@ -90,7 +90,9 @@ def check_sizes(world: World, asked: Asked) -> None:
     for name in ("batch_size", "global_batch_size"):
         size = getattr(asked, name)
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise RequestError(f"{name}={size!r}", "it is a number of samples", "pass 1 or more")
+            raise RequestError(
+                f"{name}={size!r}", "it is a number of samples", "pass a whole number from 1 on"
+            )
     if asked.global_batch_size is not None and asked.global_batch_size < world.world_size:
         raise RequestError(
             f"global_batch_size={asked.global_batch_size}",

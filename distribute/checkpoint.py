@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import pathlib
+import pickle
+import re
 import sys
 import tempfile
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+
+from distribute.errors import RequestError
 
 
 def write(obj: object, path: str) -> None:
@@ -35,7 +39,22 @@ def read(path: str, map_location: Any) -> Any:
     """Reads a file of tensors and plain data; nothing in it is run."""
     allow: Any = getattr(torch.serialization, "safe_globals", None)  # from torch 2.5 on
     with nullcontext() if allow is None else allow(_plain_types()):
-        return torch.load(path, map_location=map_location, weights_only=True)
+        try:
+            return torch.load(path, map_location=map_location, weights_only=True)
+        except pickle.UnpicklingError as error:
+            found = _REFUSED.search(str(error))
+            if found is None:
+                raise
+            raise RequestError(
+                f"{found[1]} in {path}",
+                "to read it might run code",
+                "save plain data in its place, such as vars(args) or dataclasses.asdict(config), "
+                "or read a file that you trust with torch.load(path, weights_only=False)",
+            ) from error
+
+
+# How torch says what it does not read.
+_REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global")
 
 
 def _plain_types() -> list[Any]:

@@ -396,13 +396,19 @@ class Context:
     # -- output and files ----------------------------------------------------------------------
 
     def print(
-        self, *values: object, sep: str = " ", end: str = "\n", file: IO[str] | None = None
+        self,
+        *values: object,
+        sep: str = " ",
+        end: str = "\n",
+        file: IO[str] | None = None,
+        flush: bool = True,
     ) -> None:
-        """Prints on rank 0 only, as a whole and at once."""
+        """Prints on rank 0 only, as a whole and, unless `flush` is False, at once."""
         if self.is_main_process:
             stream = sys.stdout if file is None else file
             stream.write(sep.join(map(str, values)) + end)
-            stream.flush()
+            if flush:
+                stream.flush()
 
     def progress(self, iterable: Iterable[T], **options: Any) -> Iterable[T]:
         """Returns the iterable with a tqdm progress bar on rank 0.

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import torch
@@ -49,6 +50,7 @@ class ShardedLoader(Generic[B]):
         loader: The torch DataLoader underneath, which reads this rank's share.
         dataset: The user's dataset.
         batch_size: Number of samples of a full batch of this rank; None if a batch sampler decides.
+        sampler: The user's sampler, or torch's where there is none; None for a stream.
         epoch: The epoch of the iteration begun last, or of the first one.
     """
 
@@ -64,6 +66,7 @@ class ShardedLoader(Generic[B]):
         self.loader = loading.loader
         self.dataset = loading.dataset
         self.batch_size = loading.loader.batch_size
+        self.sampler = loading.sampler
         self.epoch = 0
         self._following = 0
         self._start: Any = None  # where in it the following epoch begins
@@ -326,8 +329,8 @@ def dataloader(
     """
     check_whole(isinstance(data, ShardedLoader))
     asked = Asked(
-        batch_size=batch_size,
-        global_batch_size=global_batch_size,
+        batch_size=_plain(batch_size),
+        global_batch_size=_plain(global_batch_size),
         shuffle=bool(shuffle),
         sampler=sampler,
         batch_sampler=batch_sampler,
@@ -343,6 +346,11 @@ def dataloader(
     return ShardedLoader(
         world, loading, to_device=to_device, on_first_batch=on_first_batch, alike=alike
     )
+
+
+def _plain(size: Any) -> Any:
+    # One of numpy's, from a search, say: torch takes ints only.
+    return size if isinstance(size, bool) or not isinstance(size, Integral) else int(size)
 
 
 def _listening(loading: Loading) -> tuple[WorkerStart, Announced | None]:

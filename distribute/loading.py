@@ -89,6 +89,7 @@ class Loading(NamedTuple):
         feed: What it reads.
         key: What its random streams are derived from.
         dataset: The user's dataset.
+        sampler: The user's sampler, or torch's; None for a stream.
         of_stream: Whether the dataset is an `IterableDataset`.
         generators: The user's own generators, of the loader and its samplers.
     """
@@ -97,6 +98,7 @@ class Loading(NamedTuple):
     feed: Feed
     key: LoaderKey
     dataset: Any
+    sampler: Any
     of_stream: bool
     generators: list[torch.Generator]
 
@@ -195,7 +197,7 @@ def _map_style(world: World, loader: TorchLoader, asked: Asked, key: LoaderKey) 
     indices = _indices(world, loader, asked, key)
     place = "sampler" if loader.batch_sampler is None else "batch_sampler"
     made = _copy(world, loader, **{place: indices})
-    return Loading(made, indices, key, loader.dataset, False, _generators(loader))
+    return Loading(made, indices, key, loader.dataset, loader.sampler, False, _generators(loader))
 
 
 def _indices(world: World, loader: TorchLoader, asked: Asked, key: LoaderKey) -> Indices:
@@ -337,4 +339,4 @@ def _stream(world: World, loader: TorchLoader, asked: Asked, key: LoaderKey) -> 
         return stream_length(total, batches, world.world_size, workers)
 
     stream = Stream(world, shard, workers, length, loader.dataset)
-    return Loading(made, stream, key, loader.dataset, True, _generators(loader))
+    return Loading(made, stream, key, loader.dataset, None, True, _generators(loader))

@@ -266,6 +266,12 @@ def _on_device(world: World, module: M | Callable[[], M]) -> M:
         )
     if isinstance(module, nn.Module):
         return _materialised(world, cast("M", module)).to(world.device)
+    if not callable(module):  # pyright: ignore[reportUnnecessaryComparison]
+        raise RequestError(
+            f"a {type(module).__name__}",
+            "it is no module, nor a function that makes one",
+            "pass an nn.Module",
+        )
     with world.device:
         built = module()
     if not isinstance(built, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]

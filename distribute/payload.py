@@ -239,6 +239,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if self._in_shared_main(obj):
                 return obj.__qualname__
         elif isinstance(obj, types.FunctionType):
+            if (obj.__module__, obj.__name__) == _OF_NEWER_DTYPES:
+                return _rebuilder, ()
             return reference.decorated_reference(obj)
         elif isinstance(obj, types.CodeType):
             # cloudpickle leaves out the file's name, which tracebacks need to show the line.
@@ -280,9 +282,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _typed_storage, (untyped, obj.dtype)
         if isinstance(obj, torch.optim.Optimizer):
             return stateful.reduce_optimizer(obj)
-        if not self._home:
-            return NotImplemented
-        if kind is torch.Tensor and (obj.requires_grad or obj.device.type != "cpu"):
+        return self._reduce_for_home(obj) if self._home else NotImplemented
+
+    def _reduce_for_home(self, obj: Any) -> Any:
+        import torch
+
+        if obj.__class__ is torch.Tensor and (obj.requires_grad or obj.device.type != "cpu"):
             plain = obj.detach().cpu()
             self._kept.append(plain)
             return _itself, (plain,)
@@ -327,6 +332,25 @@ def _storage(buffer: Any, nbytes: int) -> torch.UntypedStorage:
     if nbytes == 0:
         return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
+_OF_NEWER_DTYPES = ("torch._utils", "_rebuild_tensor_v3")
+
+
+def _rebuilder() -> Any:
+    """Returns what makes a tensor of a newer dtype, such as uint16 or float8, on a storage.
+
+    torch's function for it takes a storage of another kind than it is given in a pickle.
+    """
+    return _rebuilt
+
+
+def _rebuilt(untyped: Any, *args: Any) -> Any:
+    import torch
+    import torch._utils
+
+    rebuild: Any = cast("Any", torch._utils)._rebuild_tensor_v3
+    return rebuild(_typed_storage(untyped, torch.uint8), *args)
 
 
 def _typed_storage(untyped: Any, dtype: torch.dtype) -> Any:

@@ -23,7 +23,7 @@ from distribute.agreement import Call, agree
 from distribute.errors import RequestError
 from distribute.gradients import attach, has_gradient
 from distribute.groups import is_alone, pieces, require_dense, require_rank
-from distribute.scalars import Shares, exchanged
+from distribute.scalars import Shares, exchanged, is_number
 from distribute.tree import described, filled, leaves
 
 if TYPE_CHECKING:
@@ -230,11 +230,13 @@ def _require_reducible(how: _Reduction, leaf: Any) -> None:
                 "convert the tensor first",
             )
         require_dense(leaf)
-    elif not isinstance(leaf, numbers.Real):
+    elif not is_number(leaf):
         raise RequestError(
             f"a {type(leaf).__qualname__} in the value of {how.name}",
             "tensors, ints, floats and bools can be reduced",
-            "pass one of these, or use all_gather_object",
+            "pass torch.as_tensor() of it"
+            if hasattr(leaf, "__array__")
+            else "pass one of these, or use all_gather_object",
         )
 
 

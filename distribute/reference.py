@@ -100,6 +100,14 @@ def _find_spec(name: str, path: Sequence[str] | None) -> importlib.machinery.Mod
     return None
 
 
+def is_users(module_name: str, file: str | None) -> bool:
+    """Tells whether a loaded module is one of the user's program, and of no installed package."""
+    if file is None or module_name in ("__main__", "__mp_main__"):
+        return False
+    installed = "/site-packages/" in file or "/dist-packages/" in file
+    return not installed and module_name.partition(".")[0] not in _STDLIB
+
+
 _STDLIB = frozenset(sys.stdlib_module_names) | {"torch", "distribute", "cloudpickle", "numpy"}
 
 

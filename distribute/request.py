@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from numbers import Integral, Real
 from os import PathLike, fsdecode
 from pathlib import PurePath
 from typing import Any, Literal, TypedDict, cast
@@ -122,17 +123,23 @@ class Request:
         return cls(**options)
 
 
+def _whole(value: object) -> int | None:
+    """Returns a whole number, also one of numpy (from a search, say), as an int; others as None."""
+    return None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
+
+
 def indices(asked: object) -> tuple[int, ...] | None:
     """Returns the device indices that `devices` names, or None for `"auto"`."""
-    if asked == "auto":
+    if isinstance(asked, str) and asked == "auto":
         return None
-    if isinstance(asked, int) and not isinstance(asked, bool):
-        if asked >= 1:
-            return tuple(range(asked))
+    count = _whole(asked)
+    if count is not None:
+        if count >= 1:
+            return tuple(range(count))
         fact = "the number of devices of each node is at least 1"
     elif isinstance(asked, Sequence) and not isinstance(asked, str):
         given = cast("Sequence[object]", asked)
-        numbers = [one for one in given if isinstance(one, int) and not isinstance(one, bool)]
+        numbers = [one for one in map(_whole, given) if one is not None]
         if len(numbers) == len(given) and numbers and min(numbers) >= 0:
             if len(set(numbers)) == len(numbers):
                 return tuple(numbers)
@@ -191,8 +198,9 @@ def flag(name: str, value: object) -> bool:
 
 def number(name: str, value: object, least: int) -> int:
     """Returns the value if it is a whole number of at least that."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-        return value
+    whole = _whole(value)
+    if whole is not None and whole >= least:
+        return whole
     fact = f"it is a whole number from {least}"
     raise RequestError(f"{name}={value!r}", fact, "pass such a number")
 
@@ -201,11 +209,10 @@ def seconds(name: str, value: object, least: float | None = None) -> float | Non
     """Returns a duration in seconds; None only for `timeout` and `deadline`."""
     if value is None and name in ("timeout", "deadline"):
         return None
-    given = value.total_seconds() if isinstance(value, timedelta) else value
-    if isinstance(given, bool) or not isinstance(given, int | float):
-        given = -1.0
+    asked = value.total_seconds() if isinstance(value, timedelta) else value
+    given = -1.0 if isinstance(asked, bool) or not isinstance(asked, Real) else float(asked)
     if math.isfinite(given) and (given > 0 or given == least) and given < _LONGEST:
-        return float(given)
+        return given
     fact = (
         "it is a number of seconds from 0" if least == 0 else "it is a positive number of seconds"
     )
@@ -216,8 +223,9 @@ def seed(value: object) -> int | None:
     """Returns the value if it is a seed."""
     if value is None:
         return None
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63:
-        return value
+    whole = _whole(value)
+    if whole is not None and 0 <= whole < 2**63:
+        return whole
     raise RequestError(
         f"seed={value!r}", "a seed is a whole number from 0 to 2**63 - 1", "pass such a number"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 import struct
+import sys
 from typing import TYPE_CHECKING, Any
 
 from distribute.agreement import Call, agree
@@ -60,8 +61,18 @@ def _decoded(column: list[list[int]]) -> list[Any]:
     return [widest(_decode(kind, word)) for kind, word in column]
 
 
+def is_number(value: object) -> bool:
+    """Tells whether a value is a number or a bool, of Python or of numpy."""
+    return isinstance(value, numbers.Real) or _is_bool(value)
+
+
+def _is_bool(value: object) -> bool:
+    numpy = sys.modules.get("numpy")  # its bools are no numbers
+    return isinstance(value, bool) or (numpy is not None and isinstance(value, numpy.bool_))
+
+
 def _encode(value: Any) -> list[int]:
-    if isinstance(value, bool):
+    if _is_bool(value):
         return [0, int(value)]
     if isinstance(value, numbers.Integral):
         number = int(value)

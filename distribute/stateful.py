@@ -38,7 +38,8 @@ def found(function: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     """Returns the stateful objects of a call, in an order that its arguments alone decide.
 
     They may be anywhere in lists, tuples, dicts, sets, deques, in attributes and slots of other
-    objects, in the arguments of a `functools.partial`, and in the object that a method is bound to.
+    objects, in the arguments of a `functools.partial`, and in the object that a method is bound to;
+    also in attributes of those that are found, as an agent that is a module has its optimizer.
     Of a container of more than `MANY` items, of which the first 100 hold none, the rest is not
     looked at. Closures, global variables and attributes of classes are not either.
     """
@@ -70,9 +71,8 @@ def reach(roots: Iterable[object], *, tensors: bool = False) -> list[Any]:
         seen[id(one)] = one
         if issubclass(kind, wanted):
             found.append(one)
-            # Of a scheduler the optimizer may be nowhere else.
-            if not issubclass(kind, _scheduler()):
-                continue
+            waiting += _worth(_beside(one), leaves)
+            continue
         base = _container(kind)
         if base is not None:
             items = _items(base, one)
@@ -147,6 +147,30 @@ def _attributes(kind: type, one: object) -> list[object]:
     return values
 
 
+def _beside(one: Any) -> list[object]:
+    """Returns the attributes of what was found, but for what it is made of; see `parts`."""
+    import torch
+
+    if isinstance(one, torch.nn.Module):
+        layers, made_of = [*one.modules()], _of_every_module()
+    elif isinstance(one, torch.Tensor):
+        return []
+    else:
+        layers, made_of = [one], _OF_OPTIMIZERS
+    own = [cast("dict[str, object]", vars(layer)) for layer in layers]
+    return [value for each in own for name, value in each.items() if name not in made_of]
+
+
+_OF_OPTIMIZERS = frozenset({"state", "param_groups"})
+
+
+@cache
+def _of_every_module() -> frozenset[str]:
+    import torch
+
+    return frozenset(vars(torch.nn.Module()))
+
+
 @cache
 def _slots(kind: type) -> tuple[Any, ...]:
     # Those of functools.partial and of bound methods are of this kind, too.
@@ -218,14 +242,20 @@ def parts(stateful: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def reduce_optimizer(optimizer: Any) -> Any:
-    """Reduces an optimizer for pickle, which forgets that a scheduler counts its steps.
+    """Reduces an optimizer for pickle, with all that is its own.
 
-    The scheduler would warn of that at its first step.
+    torch's way leaves out attributes, without which LBFGS and optimizers around others do not work,
+    and hooks. It forgets as well that a scheduler counts its steps, which would warn of that.
     """
-    own = cast("dict[str, Any]", vars(optimizer))
-    if not hasattr(own.get("step"), _COUNTED):
-        return NotImplemented
+    import torch
+
     make, args, state = optimizer.__reduce_ex__(5)[:3]
+    own = cast("dict[str, Any]", vars(optimizer))
+    if type(optimizer).__getstate__ is cast("Any", torch.optim.Optimizer).__getstate__:
+        # An object's own step is a wrapper around that of its class.
+        state = {name: one for name, one in own.items() if name != "step"}
+    if not hasattr(own.get("step"), _COUNTED):
+        return make, args, state
     return make, args, state, None, None, _set_counted
 
 

@@ -9,7 +9,7 @@ import sys
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -19,6 +19,7 @@ from distribute.culprit import Culprit, find
 from distribute.errors import RequestError
 from distribute.payload import Again, Payload, pack, refusal
 from distribute.sent import Sent
+from distribute.variables import Changed
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Task:
         parts: Objects inside the arguments, or the function, whose state comes back, and what they
             are made of. Where the task is sent, these are at the same places the receiver's own,
             or None for what is not in it.
+        variables: What code of the caller has set in modules that the receiver has, too.
     """
 
     function: Callable[..., Any] | None
@@ -41,6 +43,7 @@ class Task:
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     context_at: int | None = None
     parts: Sequence[Any] = ()
+    variables: Changed = field(default_factory=dict[str, Mapping[str, Any]])
 
     def __getstate__(self) -> dict[str, Any]:
         """Sends the parts after the arguments, whose pickle decides what of them there is."""

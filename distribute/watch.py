@@ -64,6 +64,7 @@ class Watch:
         self._expecting = False  # DDP waits for gradients of a forward
         self._local = False  # the last forward was one of no_sync
         self._ending = False  # the end of the running backward is waited for
+        self._come: set[int] = set()  # parameters that have their gradient since that forward
         if listen:
             self._listen()
 
@@ -118,6 +119,7 @@ class Watch:
         if synchronised:
             self._expecting = True
             self._ending = False
+            self._come.clear()
 
     def _listen(self) -> None:
         own = weakref.ref(self)
@@ -127,21 +129,25 @@ class Watch:
             if watch is not None:
                 watch._arrived(parameter)
 
-        # One of each layer: a layer's parameters get their gradients together.
-        for one in self._module.modules():
-            mine = {id(each) for each in self._trained}
-            first = next((each for each in one.parameters(recurse=False) if id(each) in mine), None)
-            if first is None:
-                continue
-            handle = cast("Any", first).register_post_accumulate_grad_hook(hook)
-            weakref.finalize(self, handle.remove).atexit = False
-            _watches.setdefault(first, weakref.WeakSet()).add(self)
+        # Two of each layer: its parameters get their gradients together, and one of these first,
+        # before DDP sees a gradient of the layer.
+        left = {id(one) for one in self._trained}
+        for layer in self._module.modules():
+            mine = [one for one in layer.parameters(recurse=False) if id(one) in left]
+            left.difference_update(map(id, mine))  # a tied one is in several layers
+            for one in mine[:1] + mine[1:][-1:]:
+                handle = cast("Any", one).register_post_accumulate_grad_hook(hook)
+                weakref.finalize(self, handle.remove).atexit = False
+                _watches.setdefault(one, weakref.WeakSet()).add(self)
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         wrapper: Any = self._wrapper()
         if wrapper is None or self._local or not wrapper.require_backward_grad_sync or self.over():
             return
         if self._expecting:
+            if id(parameter) in self._come and not wrapper.static_graph:
+                raise self._twice(parameter)
+            self._come.add(id(parameter))
             if not self._ending:
                 self._ending = True
                 # Twice, so that it comes after the callback by which DDP ends its own work.
@@ -159,6 +165,16 @@ class Watch:
             "gradients",
             'call model(...), or name the method, ctx.model(module, forward="method"), or have '
             "each rank keep its own gradients, with ctx.no_sync(model)",
+        )
+
+    def _twice(self, parameter: torch.Tensor) -> RequestError:
+        names = self._names({id(parameter)})
+        return RequestError(
+            f"a second gradient of {quoted(names)} of {type(self._module).__name__} after one "
+            "forward pass",
+            "DDP synchronises the gradient of a parameter once",
+            "add up the losses that lead to it, and call backward once: "
+            "(loss_a + loss_b).backward()",
         )
 
     def _end(self) -> None:

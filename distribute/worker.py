@@ -24,7 +24,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from distribute import ambient, devices, lifeline, memory, outcome, record, rendezvous, scratch
+from distribute import (
+    ambient,
+    devices,
+    lifeline,
+    memory,
+    outcome,
+    record,
+    rendezvous,
+    scratch,
+    variables,
+)
 from distribute.channel import Channel
 from distribute.context import Context, entered
 from distribute.display import PLAIN
@@ -319,6 +329,7 @@ def _taker(call: Call, first: Task | None, held: Mapping[int, list[int]]) -> Cal
             sent: Task = call.payload.load(held=held)
         finally:
             call.payload.close()
+        variables.put(sent.variables)
         return sent if first is None or sent.function is not None else sent.completed_by(first)
 
     return take

@@ -86,6 +86,10 @@ def per_op(world: World, values: list[Any]) -> list[tuple[str, Any]]:
             ],
         ),
         (
+            [np.bool_(True), False],
+            [("int", 1), ("float", 0.5), ("bool", False), ("bool", True), ("int", 0)],
+        ),
+        (
             [np.float32(0.5), np.int64(2)],
             [("float", x) for x in (2.5, 1.25, 0.5, 2.0, 1.0)],
         ),
@@ -376,6 +380,8 @@ def test_bad_requests_are_refused_in_every_world() -> None:
             all_reduce(world, 1, "avg")
         with pytest.raises(RequestError, match="a str in the value"):
             all_reduce(world, {"name": "x"})
+        with pytest.raises(RequestError, match=r"a ndarray .*; pass torch.as_tensor\(\) of it"):
+            all_reduce(world, np.ones(3))
         with pytest.raises(RequestError, match="complex64 with op='max'"):
             all_reduce(world, torch.tensor(1j), "max")
         with pytest.raises(RequestError, match="float8"):
@@ -394,7 +400,7 @@ def test_bad_requests_are_refused_in_every_world() -> None:
     on_ranks(2, fn)
 
 
-@pytest.mark.parametrize("value", [True, 3, 2.5, np.float32(0.5)])
+@pytest.mark.parametrize("value", [True, np.bool_(False), 3, 2.5, np.float32(0.5)])
 def test_a_world_of_one_gives_the_same_types(value: Any) -> None:
     grouped = on_ranks(1, lambda world: per_op(world, [value]))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,16 @@ def test_print_is_rank_0_s_alone(capfd: pytest.CaptureFixture[str]) -> None:
     run(lambda ctx: ctx.print("rank", ctx.rank, "of", ctx.world_size), **FORK)
 
     assert capfd.readouterr().out == "rank 0 of 2\n"
+
+
+def test_print_takes_the_options_of_print(capfd: pytest.CaptureFixture[str]) -> None:
+    def body(ctx: Context) -> None:
+        ctx.print("a", end="", flush=False)
+        ctx.print("b", 1, sep="-", file=sys.stderr, flush=True)
+
+    run(body, **FORK)
+
+    assert capfd.readouterr() == ("a", "b-1\n")
 
 
 def test_progress_shows_on_rank_0_and_iterates_on_all(capfd: pytest.CaptureFixture[str]) -> None:

@@ -123,6 +123,16 @@ def test_ranks_together_read_the_order_of_one_process(size: int, shuffle: bool) 
     assert (flat(alone) != list(range(24))) == shuffle
 
 
+def test_a_batch_size_may_be_a_number_of_numpy() -> None:
+    size: Any = np.int64(2)
+
+    assert lists(dataloader(world(), torch.arange(4), ordinal=0, batch_size=size)) == [
+        [0, 1],
+        [2, 3],
+    ]
+    assert len(dataloader(world(0, 2), torch.arange(4), ordinal=0, global_batch_size=size)) == 2
+
+
 def test_without_a_batch_size_a_batch_is_one_sample() -> None:
     assert lists(dataloader(world(), torch.arange(3), ordinal=0)) == [[0], [1], [2]]
 
@@ -476,7 +486,7 @@ def test_the_epoch_that_a_loop_sets_on_its_sampler_counts() -> None:
     expected = [lists(plain) for _ in range(7)]
 
     for epoch in (0, 1, 5, 6):  # resumes at epoch 5
-        sampler.set_epoch(epoch)
+        loader.sampler.set_epoch(epoch)
         assert lists(loader) == expected[epoch]
         assert loader.epoch == epoch
     loader.set_epoch(2)

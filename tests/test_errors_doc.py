@@ -7,6 +7,7 @@ how whitespace is broken does not count.
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import re
@@ -22,6 +23,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch._dynamo  # an optimizer would import it, which sets a variable
@@ -873,6 +875,7 @@ def model(ground: Ground) -> list[str]:
         alone(lambda ctx: ctx.model(nn.Linear(1, 1), device_ids=[0])),
         alone(lambda ctx: ctx.model(nn.Linear(1, 1), sync_batchnorm=True)),
         alone(lambda ctx: ctx.model(lambda: 3)),  # type: ignore[type-var]
+        alone(lambda ctx: ctx.model([nn.Linear(1, 1)])),  # type: ignore[call-overload]
         alone(lambda ctx: ctx.model(Encoder(), forward="los")),
         alone(lambda ctx: ctx.model(Encoder(), forward="x")),
         alone(lambda ctx: ctx.model(on_meta())),
@@ -907,6 +910,12 @@ def training(ground: Ground) -> list[str]:
         model = ctx.model(Encoder())
         model.part(x).sum().backward()
 
+    def twice(ctx: Context) -> None:
+        model = ctx.model(Encoder())
+        outputs = model(torch.ones(2, 1))
+        outputs[0].sum().backward(retain_graph=True)
+        outputs[1].sum().backward()
+
     def unused(ctx: Context) -> None:
         model = ctx.model(Encoder())
         for _ in range(2):
@@ -932,6 +941,7 @@ def training(ground: Ground) -> list[str]:
 
     return [
         on_two(beside),
+        on_two(twice),
         on_two(unused),
         on_two(earlier),
         *(on_two(partial(changed, name=name)) for name in ("spare.weight", "extra", "part.bias")),
@@ -1102,6 +1112,15 @@ def data_differs(ground: Ground) -> list[str]:
 
 
 @producer
+def checkpoint(ground: Ground) -> list[str]:
+    def saved(ctx: Context) -> None:
+        ctx.save({"args": argparse.Namespace(lr=0.1)}, ground.path / "run.pt")
+        ctx.load(ground.path / "run.pt")
+
+    return [alone(saved)]
+
+
+@producer
 def collectives(ground: Ground) -> list[str]:
     return [
         alone(lambda ctx: ctx.all_reduce(1, op="avg")),
@@ -1112,6 +1131,7 @@ def collectives(ground: Ground) -> list[str]:
         alone(lambda ctx: ctx.scatter([1, 2])),
         alone(lambda ctx: ctx.barrier(timeout=0)),
         alone(lambda ctx: ctx.all_reduce({"loss": "low"})),
+        alone(lambda ctx: ctx.all_reduce(numpy.ones(2))),
         alone(lambda ctx: ctx.all_reduce(torch.ones(1, dtype=torch.complex64), op="max")),
         alone(lambda ctx: ctx.all_reduce(2**64)),
         alone(lambda ctx: ctx.all_reduce(torch.eye(2).to_sparse())),

@@ -50,6 +50,7 @@ consumer
 sent
 memory
 ambient cgroup checkpoint command devices environment handlers interrupt openmp process rendezvous stateful tree world
+variables
 cells culprit errors hosting lifeline notice reference scratch threads
 launchers.__init__
 """  # noqa: E501

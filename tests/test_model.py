@@ -387,6 +387,35 @@ def test_a_second_backward_of_one_forward_is_refused() -> None:
     on_ranks(2, fn)
 
 
+def test_a_second_loss_through_the_same_parameters_is_refused() -> None:
+    """As an actor's and a critic's, each with a backward of its own; torch does not say which."""
+
+    class Actor(Parts):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Linear(2, 2)  # whose bias has its gradient before its weight
+            self.decoder = nn.Linear(2, 2)
+            self.decoder.weight = self.encoder.weight
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = self.decoder(self.encoder(x))
+            return hidden, self.head(hidden)
+
+    def fn(world: World) -> tuple[str, bool]:
+        model = wrap(world, Actor())
+        hidden, out = model(share(world))
+        hidden.sum().backward(retain_graph=True)
+        with pytest.raises(RequestError, match="call backward once") as caught:
+            out.sum().backward()
+        again = wrap(world, Actor())
+        hidden, out = again(share(world))
+        (hidden.sum() + out.sum()).backward()
+        return caught.value.given, agreed(world, again)
+
+    given = "a second gradient of parameter 'decoder.bias' of Actor after one forward pass"
+    assert on_ranks(2, fn) == [(given, True)] * 2
+
+
 def test_what_is_synchronised_after_all_is_let_through() -> None:
     """Parts beside the whole in one loss, losses of several heads, gradients that stay local."""
 

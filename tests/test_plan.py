@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path, PurePath
 from typing import Any
 
+import numpy
 import pytest
 
 from distribute.errors import RequestError
@@ -479,6 +480,8 @@ def test_in_a_world_of_one_any_output_is_fine(asked: str):
         ([2, 3], (2, 3)),
         ((3, 1), (3, 1)),
         (range(1, 3), (1, 2)),
+        (numpy.int64(2), (0, 1)),
+        ([numpy.int64(2), 0], (2, 0)),
     ],
 )
 def test_devices_of_an_accelerator(asked: Any, found: tuple[int, ...]):
@@ -712,6 +715,15 @@ def test_an_endless_duration_is_refused_or_can_be_given_to_torch(option: str):
 @pytest.mark.parametrize("value", [0, 7, 2**63 - 1, None])
 def test_seed(value: int | None):
     assert plan(cpus(), seed=value).seed == value
+
+
+def test_numbers_of_numpy_are_numbers():
+    """A search draws them."""
+    chosen = plan(cpus(), seed=numpy.int64(7), deadline=numpy.int64(5), max_restarts=numpy.int8(2))
+
+    found = (chosen.seed, chosen.deadline, chosen.max_restarts)
+    assert found == (7, 5.0, 2)
+    assert [type(one) for one in found] == [int, float, int]
 
 
 @pytest.mark.parametrize("value", [-1, 2**63, 1.0, "7", True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -104,6 +105,74 @@ def test_later_calls_get_functions_and_globals_of_this_moment(tmp_path: Path) ->
     assert ended.lines("FIRST") == ["FIRST [0.1, 0.1]"]
     assert ended.lines("SECOND") == ["SECOND [(0.5, 14, 0, 2), (0.5, 14, 1, 2)]"]
     assert ended.lines("PLAN") == ["PLAN [0.5, 0.5]"]
+
+
+def test_later_calls_get_what_the_script_has_set_in_its_modules(tmp_path: Path) -> None:
+    """A function of a module goes by its name, to a rank that has the module as it was."""
+    (tmp_path / "settings.py").write_text(
+        dedent(
+            """
+            import dataclasses, enum, os, types
+
+            class Mode(enum.Enum):
+                FAST = 1
+                SLOW = 2
+
+            @dataclasses.dataclass
+            class Config:
+                lr: float = 0.1
+                layers: list = dataclasses.field(default_factory=lambda: [1])
+
+            lr = 0.1
+            mode = Mode.FAST
+            config = same = Config()
+            names = types.SimpleNamespace(a=1, function=len)
+            table = alias = {"a": (1, 2)}
+            process = os.getpid()
+            cache = {}
+            large = dict.fromkeys(range(5_000))
+            knot = [1]
+            knot.append(knot)
+            config.itself = config
+
+            def train(ctx):
+                cache[ctx.rank] = lr
+                assert same is config and alias is table and names.function is len
+                assert process == os.getpid() and list(cache) == [ctx.rank]
+                return lr, mode is Mode.SLOW, config.lr, config.layers, names.a, table
+            """
+        )
+    )
+    script = write(
+        tmp_path,
+        """
+        import settings
+        from distribute import run
+        from settings import config
+
+        if __name__ == "__main__":
+            print("FIRST", run(settings.train, devices=2, returns="all")[1])
+            settings.lr, settings.mode = 0.2, settings.Mode.SLOW
+            config.lr = 0.3
+            config.layers.append(2)
+            settings.names.a = 4
+            settings.table["b"] = [5]
+            try:
+                run(lambda ctx, file: file, open(settings.__file__), devices=2)
+            except ValueError:
+                print("REFUSED")  # so nothing has been sent
+            for _ in range(2):
+                print("SECOND", *run(settings.train, devices=2, returns="all"), sep="\\n  ")
+        """,
+    )
+
+    ended = run_python(script)
+
+    assert ended.code == 0, ended.text
+    assert ended.lines("FIRST") == ["FIRST (0.1, False, 0.1, [1], 1, {'a': (1, 2)})"]
+    assert ended.lines("REFUSED") == ["REFUSED"]
+    later = "  (0.2, True, 0.3, [1, 2], 4, {'a': (1, 2), 'b': [5]})"
+    assert [one for one in ended.out.splitlines() if one.startswith("  (")] == [later] * 4
 
 
 def test_processes_that_come_to_different_calls_are_told_both(tmp_path: Path) -> None:

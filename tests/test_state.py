@@ -499,6 +499,59 @@ def test_lbfgs_keeps_its_history() -> None:
     assert same(optimizer.state_dict(), state)
 
 
+class Ahead(torch.optim.Optimizer):
+    """An optimizer around another one, which it shares its groups with."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"far": 0.5})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+        before = [one.detach().clone() for one in self.param_groups[0]["params"]]
+        self.inner.step()
+        with torch.no_grad():
+            for one, was in zip(self.param_groups[0]["params"], before, strict=True):
+                one.lerp_(was, self.param_groups[0]["far"])
+
+
+def halve(optimizer: Any, *_: object) -> None:
+    with torch.no_grad():
+        for one in optimizer.param_groups[0]["params"]:
+            one.mul_(0.5)
+
+
+@pytest.mark.parametrize("kind", [Ahead, torch.optim.LBFGS])
+@every_way
+def test_attributes_and_hooks_of_an_optimizer_are_there(method: str, ranks: int, kind: Any) -> None:
+    torch.manual_seed(3)
+    net, plain = nn.Linear(4, 2), nn.Linear(4, 2)
+    plain.load_state_dict(net.state_dict())
+    optimizer, other = kind(net.parameters()), kind(plain.parameters())
+    for one in (optimizer, other):
+        one.register_step_post_hook(halve)
+
+    def train(ctx: Context, net: Any, optimizer: Any) -> int:
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = net(torch.ones(3, 4)).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return ctx.world_size
+
+    for _ in range(2):
+        distribute.run(train, plain, other, devices=1)
+        assert run(method, ranks, train, net, optimizer) == ranks
+
+    torch.testing.assert_close(copied(net), copied(plain))
+    if kind is Ahead:
+        assert optimizer.param_groups is optimizer.inner.param_groups
+        assert {*optimizer.inner.state} == {*net.parameters()}
+
+
 @every_way
 def test_an_optimizer_alone_brings_its_parameters(method: str, ranks: int) -> None:
     def train(ctx: Context, optimizer: Any) -> list[torch.Tensor]:
@@ -685,9 +738,8 @@ def test_where_nobody_looks() -> None:
     assert not Task(lambda: net, (Config(), Config, [*range(5_000), net]), {}).stateful()
 
 
-def test_a_module_is_looked_into_by_nobody_and_a_model_is_found_once() -> None:
+def test_what_is_found_is_found_once() -> None:
     net = nn.Sequential(nn.Linear(2, 2))
-    net.friend = [nn.Linear(1, 1)]  # type: ignore[assignment]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scheduler = lr_scheduler.StepLR(optimizer, 1)
 
@@ -697,6 +749,45 @@ def test_a_module_is_looked_into_by_nobody_and_a_model_is_found_once() -> None:
     assert [type(one).__name__ for one in stateful.parts(found)] == [
         "Sequential", "Linear", "Parameter", "Parameter", "StepLR", "SGD",
     ]  # fmt: skip
+
+
+class Agent(nn.Module):
+    """A module with its optimizer, and a teacher that is none of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body: Any = nn.Sequential(nn.Linear(4, 2))
+        self.body[0].head = [nn.Linear(4, 2)]
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        self.scheduler = lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
+
+    def forward(self, inputs: Any) -> Any:
+        return self.body(inputs)
+
+    def fit(self, ctx: Context) -> int:
+        steps(ctx, self, self.optimizer, 2)
+        self.scheduler.step()
+        self.body[0].head[0].load_state_dict(self.body[0].state_dict())
+        return ctx.world_size
+
+
+@every_way
+def test_the_optimizer_of_a_module_that_is_an_agent(method: str, ranks: int) -> None:
+    agent, plain = Agent(), Agent()
+    plain.load_state_dict(agent.state_dict())
+    optimizer, teacher = agent.optimizer, agent.body[0].head[0]
+    distribute.run(plain.fit, devices=1)
+    distribute.run(plain.fit, devices=1)
+
+    assert run(method, ranks, agent.fit) == ranks
+    assert run(method, ranks, agent.fit) == ranks
+
+    assert agent.optimizer is optimizer
+    assert agent.scheduler.optimizer is optimizer
+    assert optimizer.param_groups[0]["lr"] == 0.025
+    assert {*optimizer.state} == {*agent.parameters()}
+    torch.testing.assert_close(copied(agent), copied(plain))
+    assert same(copied(teacher), copied(agent.body[0]))
 
 
 @dataclasses.dataclass

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -28,6 +29,7 @@ from distribute.place import Place
 from distribute.plan import Plan
 from distribute.process import ChildProcess
 from distribute.task import Task, check_inherited, pack_arguments, packed_for_script
+from distribute.variables import Variables
 
 _IMPORTED = time.monotonic()
 
@@ -36,6 +38,7 @@ _IMPORTED = time.monotonic()
 
 
 _kept: Led | None = None
+_variables = Variables()
 
 
 def kept() -> tuple[tuple[int, ...], str] | None:
@@ -53,21 +56,28 @@ def run(plan: Plan, task: Task, site: Site) -> list[Outcome]:
     """
     global _kept
     if _kept is not None:
+        task = replace(task, variables=_variables.changed())
         # Before the ranks are called, or harmed: it may be impossible.
         ready = [one.ready for one in _kept.workers.members if one.ready is not None]
         payload = packed_for_script(task, _main_names(ready))
-        return _kept.call(plan, task, lambda _: payload)
+        try:
+            return _kept.call(plan, task, lambda _: payload)
+        finally:
+            _variables.note()
     check_inherited(task)
     _kept = _launch(plan)
     atexit.register(_close)
-    return _kept.call(
-        plan,
-        task,
-        lambda ready: pack_arguments(task, _main_names(ready)),
-        site=site,
-        # The workers do what this process did up to here, which may have taken its time.
-        extra_time=time.monotonic() - _IMPORTED,
-    )
+    try:
+        return _kept.call(
+            plan,
+            task,
+            lambda ready: pack_arguments(task, _main_names(ready)),
+            site=site,
+            # The workers do what this process did up to here, which may have taken its time.
+            extra_time=time.monotonic() - _IMPORTED,
+        )
+    finally:
+        _variables.note()
 
 
 def _main_names(ready: list[Ready]) -> frozenset[str]:
