@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from distribute import cells, interrupt
@@ -310,8 +311,16 @@ def obstacle(error: BaseException) -> str:
     return ""
 
 
-# An exception with what pickle leaves behind: cause, context, suppression of the context, notes.
-_Link = tuple[BaseException, BaseException | None, BaseException | None, bool, list[str]]
+# An exception with what pickle leaves behind: cause, context, suppression of the context, notes,
+# and its `args`, where pickle has made others of them.
+_Link = tuple[
+    BaseException,
+    BaseException | None,
+    BaseException | None,
+    bool,
+    list[str],
+    tuple[Any, ...] | None,
+]
 
 
 def _links(error: BaseException) -> list[_Link]:
@@ -333,6 +342,7 @@ def _links(error: BaseException) -> list[_Link]:
             one.__context__ and sent[id(one.__context__)],
             one.__suppress_context__,
             _notes(one),
+            _own_args(sent[key]),
         )
         for key, one in found.items()
     ]
@@ -347,8 +357,20 @@ def _stand_in(error: BaseException) -> BaseException:
     return WorkerError(-1, name, _text(error), "", reason)
 
 
+def _own_args(error: BaseException) -> tuple[Any, ...] | None:
+    """Returns the `args` of an exception that pickle makes again by calling its class with them.
+
+    One whose `__init__` makes a text of what it is given would make a text of that text.
+    """
+    kind = type(error)
+    remade = isinstance(kind.__init__, FunctionType) and kind.__reduce__ is BaseException.__reduce__
+    return error.args if remade and kind.__reduce_ex__ is object.__reduce_ex__ else None
+
+
 def _arrive(links: list[_Link]) -> BaseException:
-    for error, cause, context, suppress, notes in links:
+    for error, cause, context, suppress, notes, args in links:
+        if args is not None:
+            _link(error, "args", args)
         _link(error, "__cause__", cause)
         _link(error, "__context__", context)
         _link(error, "__suppress_context__", suppress)

@@ -31,6 +31,14 @@ class Custom(Exception):
         self.detail = {"lr": 0.1}
 
 
+class Told(Exception):
+    """Makes a text of what it is given."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"no sample {name}")
+        self.name = name
+
+
 class TwoArguments(Exception):
     """pickle calls the class with the one argument that its base was given."""
 
@@ -92,6 +100,7 @@ def fail(error: BaseException) -> Callable[[], Any]:
         KeyError("k"),
         OSError(2, "no such file", "/x"),
         Custom("c"),
+        Told("17"),
         SystemError(),
     ],
     ids=repr,
