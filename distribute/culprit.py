@@ -26,6 +26,9 @@ _NAMES = {
     "_sqlite3.Connection": "a database connection",
 }
 
+# What calls the code that an object has for pickle.
+_PICKLERS = frozenset({"distribute", "cloudpickle", "pickle", "copyreg"})
+
 # The end of a path, and what is there.
 _Child = tuple[str, Any]
 
@@ -59,9 +62,21 @@ class Culprit:
         return f"{known} ({plain})" if known else f"an object of type {plain}"
 
     @property
+    def cause(self) -> Exception | None:
+        """The error from the code on that objects have for pickle; None if there is none in it."""
+        trace = self.error.__traceback__
+        while trace is not None and _package(trace.tb_frame.f_globals) in _PICKLERS:
+            trace = trace.tb_next
+        return None if trace is None else self.error.with_traceback(trace)
+
+    @property
     def inherited(self) -> bool:
         """Whether its point is to be shared with processes that inherit it."""
         return type(self.value).__module__.startswith("multiprocessing.")
+
+
+def _package(namespace: dict[str, Any]) -> str:
+    return str(namespace.get("__name__", "")).partition(".")[0]
 
 
 def _told(error: Exception) -> str:

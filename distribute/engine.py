@@ -165,6 +165,8 @@ def _attempt(
             return launch(chosen)
         except Failure as failure:
             return failure.news()
+        except RequestError as error:
+            return error.with_traceback(None)  # the way to it is ours alone
         except BaseException as error:
             return error
 

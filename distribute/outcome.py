@@ -16,6 +16,7 @@ from distribute import cells, interrupt
 from distribute.culprit import find
 from distribute.errors import (
     BarrierTimeout,
+    DistributeError,
     RankOutcome,
     RemoteTraceback,
     RequestError,
@@ -45,6 +46,8 @@ _ECHOES = (
     "recvvalue failed",
     "connectfullmesh failed",
 )
+# What every traceback begins with.
+_IN_TRACEBACK = "Traceback (most recent call last)"
 # How gloo, NCCL and the store say that they have waited long enough.
 _TIMEOUTS = ("timed out", "timeout")
 
@@ -178,7 +181,8 @@ class Outcome:
                 self.payload.close()
         if error is None:
             error = WorkerError(self.rank, raised.type_name, raised.text, told, reason)
-        _link(_farthest(error), "__cause__", RemoteTraceback(told))
+        if _IN_TRACEBACK in told:
+            _link(_farthest(error), "__cause__", RemoteTraceback(told))
         return error
 
 
@@ -198,13 +202,18 @@ def returned(rank: int, value: Any, *, local: bool, held: Held | None = None) ->
         return Outcome(rank, "returned", payload=payload)
     try:
         return Outcome(rank, "returned", payload=pack(((), value), home=True))
-    except Exception:
+    except Exception as error:
+        problem = error
+    try:
+        # Not while the first error is handled, which would become part of what the search finds.
         found = find(f"the value of rank {rank}", "", value, partial(refusal, home=True))
         if found is None:
-            raise
+            raise problem
+    finally:
+        del problem
     raise RequestError(
         found.where, found.reason, "return numbers, tensors, state dicts and other plain data"
-    ) from found.error
+    ) from found.cause
 
 
 def _with_changes(value: Any, held: Held) -> Payload | None:
@@ -422,13 +431,18 @@ def _text(error: BaseException) -> str:
 
 
 def _without_ours(error: BaseException) -> BaseException:
-    """Cuts the library's own frames off the start of the traceback: they are nobody's news."""
+    """Cuts the library's own frames off the start of the traceback: they are nobody's news.
+
+    Of an error that is not the library's own, nothing but those is the trace of a fault in it.
+    """
     # As the code objects have it: a frozen program's modules are elsewhere, or nowhere.
     here = os.path.dirname(_without_ours.__code__.co_filename) + os.sep
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(here):
         trace = trace.tb_next
-    return error if trace is None else error.with_traceback(trace)
+    if trace is None and not isinstance(error, DistributeError):
+        return error
+    return error.with_traceback(trace)
 
 
 def _says(error: BaseException, kind: Any, words: tuple[str, ...]) -> bool:

@@ -202,11 +202,16 @@ def packed(task: Task, main_names: frozenset[str] | None, sent: Sent | None = No
     """
     try:
         return pack(task, main_names=main_names, sent=sent)
-    except Exception:
+    except Exception as error:
+        problem = error
+    try:
+        # Not while the first error is handled, which would become part of what the search finds.
         found = _culprit(task, main_names)
         if found is None:
-            raise
-    raise refused(found) from found.error
+            raise problem
+    finally:
+        del problem
+    raise refused(found) from found.cause
 
 
 def packed_for_script(task: Task, main_names: frozenset[str]) -> Payload:
@@ -300,7 +305,7 @@ def check_inherited(task: Task) -> None:
         if kind == "argument":
             found = find(kind, name, value, refusal)
             if found is not None and found.inherited:
-                raise refused(found) from found.error
+                raise refused(found) from found.cause
 
 
 def pack_arguments(task: Task, main_names: frozenset[str]) -> Payload:

@@ -8,6 +8,8 @@ import logging
 import multiprocessing
 import socket
 import threading
+import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,6 +130,41 @@ def test_what_can_be_sent_has_no_culprit(value: Any):
 # -- in calls ----------------------------------------------------------------------------------
 
 
+class Connected:
+    def __getstate__(self) -> Any:
+        raise ValueError("it is connected")  # here it is refused
+
+
+def give_connected(ctx: Context) -> Any:
+    return [Connected()] if ctx.rank == 0 else None
+
+
+WAYS: dict[str, Callable[[], Any]] = {
+    "argument": lambda: run(body, [Connected()], devices=2, start_method="forkserver"),
+    "value": lambda: run(give_connected, devices=2, start_method="fork"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_an_error_of_the_object_s_own_is_shown_from_there_on(way: Callable[[], Any]):
+    with pytest.raises(RequestError) as caught:
+        way()
+
+    assert type(caught.value.__cause__) is ValueError
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "# here it is refused" in shown
+    assert "cloudpickle.py" not in shown
+
+
+def test_what_pickle_says_is_no_traceback_of_the_user():
+    with pytest.raises(RequestError) as caught:
+        run(lambda ctx: {"lock": threading.Lock()}, devices=2, start_method="fork")
+
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("Traceback (most recent call last)") == 1
+    assert "payload.py" not in shown
+
+
 def body(ctx: Context, cfg: Any, log: Any = None, *more: Any) -> int:
     return ctx.all_reduce(1)
 
@@ -135,7 +172,7 @@ def body(ctx: Context, cfg: Any, log: Any = None, *more: Any) -> int:
 def refused(*args: Any, method: str = "forkserver", **kwargs: Any) -> str:
     with pytest.raises(RequestError) as caught:
         run(partial(body, **kwargs), *args, devices=2, start_method=method)
-    assert isinstance(caught.value.__cause__, TypeError)
+    assert caught.value.__cause__ is None  # pickle's own frames say nothing more
     assert not hasattr(caught.value, "outcomes")  # nothing has been started
     return f"{caught.value.given}: {caught.value.fact}"
 

@@ -50,8 +50,8 @@ consumer
 sent
 memory
 ambient cgroup checkpoint command devices environment handlers interrupt openmp process rendezvous stateful tree world
-variables
-cells culprit errors hosting lifeline notice reference scratch threads
+culprit variables
+cells errors hosting lifeline notice reference scratch threads
 launchers.__init__
 """  # noqa: E501
 RANK = {name: -row for row, line in enumerate(LAYERS.split("\n")) for name in line.split()}
