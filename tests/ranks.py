@@ -29,6 +29,7 @@ import torch._dynamo  # DDP's constructor would import it in every rank
 import torch.distributed as dist
 import torch.nn.parallel
 
+from distribute import rendezvous
 from distribute.world import World
 
 # How long the others may go on once a rank has failed: they may be waiting for it.
@@ -141,6 +142,8 @@ def _join(world: World, listener: socket.socket) -> dist.TCPStore:
         rank=world.rank,
         world_size=world.world_size,
     )
+    # As in a call: whoever drops the last reference to a group may wait for its threads for ever.
+    rendezvous.hold_groups()
     return store
 
 
