@@ -126,7 +126,12 @@ class Watch:
 
         def hook(parameter: torch.Tensor) -> None:
             watch = own()
-            if watch is not None:
+            if watch is None:
+                return
+            come, key = watch._come, id(parameter)
+            if watch._ending and key not in come:
+                come.add(key)  # nearly always, and it is called for all of them in each step
+            else:
                 watch._arrived(parameter)
 
         # Two of each layer: its parameters get their gradients together, and one of these first,
