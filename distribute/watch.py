@@ -12,6 +12,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
+from torch import nn
 from torch.autograd import Variable
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-    from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
 # Of each parameter that is listened to, the watches of the wrappers that it is in.
@@ -134,13 +134,14 @@ class Watch:
             else:
                 watch._arrived(parameter)
 
-        # Two of each layer: its parameters get their gradients together, and one of these first,
-        # before DDP sees a gradient of the layer.
+        # One of each layer, as each costs some microseconds in every step: the one that gets its
+        # gradient first, before DDP sees one of the layer. Of a product that is the bias.
         left = {id(one) for one in self._trained}
         for layer in self._module.modules():
             mine = [one for one in layer.parameters(recurse=False) if id(one) in left]
             left.difference_update(map(id, mine))  # a tied one is in several layers
-            for one in mine[:1] + mine[1:][-1:]:
+            product = isinstance(layer, nn.Linear | nn.Bilinear)
+            for one in mine[-1:] if product else mine[:1]:
                 handle = cast("Any", one).register_post_accumulate_grad_hook(hook)
                 weakref.finalize(self, handle.remove).atexit = False
                 _watches.setdefault(one, weakref.WeakSet()).add(self)
