@@ -2,11 +2,14 @@
 
 The workers of a `DataLoader` send tensors over sockets in a directory that multiprocessing makes in
 each of them, and managers and servers of processes have theirs in the rank. They stay behind when
-a process is killed, or leaves by `os._exit` as ranks do.
+a process is killed, or leaves by `os._exit` as ranks do. So do the named semaphores of queues
+between processes that are not forks: what would remove them ends with the rank's process group.
 """
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
 import secrets
 import shutil
@@ -16,6 +19,9 @@ from typing import Any
 # What multiprocessing calls its directory, and what we call ours.
 _NAME = "tempdir"
 _OURS = "distribute-scratch"
+# How it begins the names of semaphores, and where Linux has these.
+_PREFIX = "semprefix"
+_SEMAPHORES = "/dev/shm/sem."
 
 
 def chosen() -> str:
@@ -41,13 +47,17 @@ def offer(path: str) -> None:
         # See `multiprocessing.util.get_temp_dir`.
         current._config = _Settings(current._config)
         current._config[_OURS] = path
+        current._config[_PREFIX] = f"/{os.path.basename(path)}"
         current._config.pop(_NAME, None)  # the launcher's, in a fork
 
 
 def remove(path: str) -> None:
-    """Removes a directory, if it was made; those who used it are gone."""
+    """Removes a directory and semaphores, if there are any; those who used them are gone."""
     if path:
         shutil.rmtree(path, ignore_errors=True)
+        for one in glob.glob(f"{_SEMAPHORES}{glob.escape(os.path.basename(path))}-*"):
+            with contextlib.suppress(OSError):
+                os.unlink(one)
 
 
 class _Settings(dict[str, Any]):

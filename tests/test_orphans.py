@@ -142,13 +142,22 @@ LOADING = """
 @pytest.mark.parametrize("way", ["good", "raise", "exit"])
 @pytest.mark.parametrize("method", METHODS)
 def test_loader_workers_leave_no_temporary_file(tmp_path: Path, method: str, way: str) -> None:
-    """They have sockets in a temporary directory, which nobody removes who is killed."""
+    """They have sockets in a temporary directory, which nobody removes who is killed.
+
+    And rank 0's, which are no forks, have semaphores with names.
+    """
     place = tmp_path / "t"
     place.mkdir()
     script = write(tmp_path, LOADING)
 
+    before = semaphores()
     ended = run_python(script, method, way, cwd=tmp_path, environ={"TMPDIR": str(place)})
 
     assert ended.code == 0, ended.text
     assert ended.out.split() == [{"good": "63", "raise": "KeyError", "exit": "WorkerDied"}[way]]
     assert [one for one in os.listdir(place) if not one.startswith("torchinductor")] == []
+    assert semaphores() <= before
+
+
+def semaphores() -> set[str]:
+    return {one for one in os.listdir("/dev/shm") if one.startswith("sem.")}
