@@ -8,7 +8,6 @@ import pickle
 import re
 import sys
 import tempfile
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,8 +36,7 @@ def write(obj: object, path: str) -> None:
 
 def read(path: str, map_location: Any) -> Any:
     """Reads a file of tensors and plain data; nothing in it is run."""
-    allow: Any = getattr(torch.serialization, "safe_globals", None)  # from torch 2.5 on
-    with nullcontext() if allow is None else allow(_plain_types()):
+    with torch.serialization.safe_globals(_plain_types()):
         try:
             return torch.load(path, map_location=map_location, weights_only=True)
         except pickle.UnpicklingError as error:
