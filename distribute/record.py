@@ -206,8 +206,9 @@ class Record:
         """
         start = max(start, _SIZE)
         raw = os.pread(self.descriptor, max(0, self.size() - start), start)
+        whole = raw[: raw.rfind(b"\n") + 1]  # the process may be in the middle of a line
         frames: list[FrameSummary] = []
-        for line in raw.decode(errors="replace").splitlines():
+        for line in whole.decode(errors="replace").splitlines():
             found = _FRAME.fullmatch(line)
             if found is not None:
                 number = int(found["line"]) if found["line"].isdigit() else None

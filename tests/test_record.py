@@ -158,9 +158,11 @@ def test_a_process_shows_its_stack_when_asked(pair: tuple[Record, Record]) -> No
     """Also inside C code that holds the interpreter's lock; each time anew."""
     ours, theirs = pair
 
+    libc = ctypes.PyDLL(None)
+
     def hold_the_lock() -> None:
-        while True:  # a signal ends libc's sleep
-            ctypes.PyDLL(None).sleep(600)  # deaf
+        while True:  # a signal ends libc's sleep: there is no other call to be seen in between
+            libc.sleep(600)  # deaf
 
     pid = fork(theirs, hold_the_lock)
     try:
@@ -172,7 +174,7 @@ def test_a_process_shows_its_stack_when_asked(pair: tuple[Record, Record]) -> No
         until(lambda: len(ours.stack(size)) > 0)
         stack = ours.stack(size)
         assert stack[-1].name == "hold_the_lock"
-        assert stack[-1].line == "ctypes.PyDLL(None).sleep(600)  # deaf"
+        assert stack[-1].line == "libc.sleep(600)  # deaf"
     finally:
         end(pid)
 
