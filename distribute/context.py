@@ -152,7 +152,8 @@ class Context:
 
         Returns:
             The module wrapped in DDP, usable as the module itself (hence its type). In a world of
-            one, and without trainable parameters, the module itself.
+            one, and without trainable parameters, the module itself; what `model` has returned in
+            this call, itself.
 
         Raises:
             TypeError: DDP has no such option.

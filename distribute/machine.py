@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import threading
 from collections.abc import Mapping
@@ -32,6 +33,8 @@ class Machine:
         kept_accelerator: Their device type.
         group: Rank, size and backend of a process group that the caller holds, or None.
         output_exists: Whether the request's `output` names a directory that is there.
+        open_files: How many more files this process may open, or None where nothing limits it.
+        working_directory: Whether it has one: it may have been removed.
     """
 
     accelerators: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -50,6 +53,8 @@ class Machine:
     kept_accelerator: str = ""
     group: tuple[int, int, str] | None = None
     output_exists: bool = False
+    open_files: int | None = None
+    working_directory: bool = True
 
 
 def read(
@@ -85,7 +90,23 @@ def read(
         kept_accelerator=kept_accelerator,
         group=_group(),
         output_exists=isinstance(output, str) and os.path.isdir(output),
+        open_files=_open_files(),
+        working_directory=_working_directory(),
     )
+
+
+def _open_files() -> int | None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    return max(0, limit - len(os.listdir("/dev/fd")))
+
+
+def _working_directory() -> bool:
+    try:
+        return bool(os.getcwd())
+    except OSError:
+        return False
 
 
 def _backends() -> frozenset[str]:

@@ -70,7 +70,8 @@ def wrap(
         **ddp_options: Options of torch's `DistributedDataParallel`.
 
     Returns:
-        The module as a `DistributedModel`. In a world of one, and when no parameter requires a
+        The module as a `DistributedModel`; what was made one in this call already, itself. In a
+        world of one, and when no parameter requires a
         gradient, the module itself, with the parameters and buffers of rank 0. The type that is
         stated is the module's in any case: its attributes and methods are there.
 
@@ -86,6 +87,9 @@ def wrap(
             "torch's SyncBatchNorm works on accelerators only",
             "leave it out, or ask for an accelerator",
         )
+    wrapper = _living(module)
+    if wrapper is not None:
+        return _again(world, cast("M", module), wrapper, forward, ddp_options)
     built = _on_device(world, module)
     methods = _methods(built, forward)
     if sync_batchnorm:
@@ -101,6 +105,31 @@ def wrap(
     device_ids = None if world.device.type == "cpu" else [world.device.index]
     wrapped = replica(built, methods=methods, device_ids=device_ids, **ddp_options)
     return cast("M", wrapped)
+
+
+def _living(module: object) -> DistributedModel | None:
+    """Returns the wrapper that a module has from `wrap` in this call."""
+    wrapper = _wrapper(module) if isinstance(module, nn.Module) else None
+    return wrapper if isinstance(wrapper, DistributedModel) and not wrapper.over() else None
+
+
+def _again(
+    world: World,
+    model: M,
+    wrapper: DistributedModel,
+    forward: str | Sequence[str],
+    options: dict[str, Any],
+) -> M:
+    """Returns the model itself, as a world of one does."""
+    if not wrapper.made_with(_methods(model, forward), options):
+        raise RequestError(
+            "other options for a model that ctx.model has made",
+            "it keeps those that it was made with",
+            "pass the module inside it, ctx.unwrap(model)",
+        )
+    if world.check:
+        agree(world, Call("model", f" of a {type(unwrap(model)).__name__} that it has made"))
+    return model
 
 
 def unwrap(model: M) -> M:

@@ -219,6 +219,8 @@ def resolve(
     else:
         idle = machine.kept == devices and machine.kept_accelerator == accelerator
         method, reason = _method(wanted, len(devices), idle, machine, rest)
+    if method != "inline":
+        _check_process(method, len(devices), machine)
     ignored = partial_world(environ)
     if ignored:
         reason = f"{reason} ({ignored})"
@@ -446,6 +448,25 @@ def _backend(request: Request, machine: Machine, accelerator: str) -> str:
                 'pass one of them, or leave it to "auto"',
             )
     return str(asked).lower()
+
+
+def _check_process(method: Method, world_size: int, machine: Machine) -> None:
+    if not machine.working_directory:
+        raise RequestError(
+            "a call from a working directory that is not there any more",
+            "the ranks start where the caller is",
+            "go to one that exists, with os.chdir",
+        )
+    idle = method == "reexec" and machine.kept is not None
+    # Measured: what the launcher has open at most; a rank has fewer.
+    takes = 9 * world_size + 21 if method == "reexec" else 6 * world_size + 11
+    if not idle and machine.open_files is not None and machine.open_files < takes:
+        raise RequestError(
+            f"a world of {world_size} ranks",
+            f"it takes up to {takes} open files, and this process may open {machine.open_files} "
+            "more",
+            f"allow more, `ulimit -n {max(1024, 4 * takes)}`",
+        )
 
 
 def _check_kept(limits: Mapping[str, Any]) -> None:

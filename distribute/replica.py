@@ -49,6 +49,7 @@ class DistributedModel(DistributedDataParallel):
         self._load_prefix = ""
         self._begun = False
         self._methods = frozenset(methods)
+        self._options = options
         self._method = ""  # the one to call in the place of the module's forward
         own = ("delay_all_reduce_named_params", "mixed_precision")  # DDP has other ways then
         self._watch = Watch(
@@ -91,6 +92,11 @@ class DistributedModel(DistributedDataParallel):
     def over(self) -> bool:
         """Tells whether the call is over in which `ctx.model` made it: it is the module alone."""
         return self._watch.over()
+
+    def made_with(self, methods: Sequence[str], options: dict[str, Any]) -> bool:
+        """Tells whether it has these methods and options of DDP."""
+        own = {name: self._options.get(name) for name in options}
+        return self._methods.issuperset(methods) and own == options
 
     def _after_call(self, args: Any, kwargs: Any) -> Any:
         # In the caller, which was rank 0 and may keep the model: there is nobody to wait for.

@@ -474,6 +474,14 @@ def fork(ground: Ground) -> list[str]:
 
 
 @producer
+def process(ground: Ground) -> list[str]:
+    return [
+        refused(Machine(open_files=20), devices=2),
+        refused(Machine(working_directory=False), devices=2),
+    ]
+
+
+@producer
 def nodes(ground: Ground) -> list[str]:
     return [refused(CPU, num_nodes=2)]
 
@@ -869,6 +877,9 @@ def model(ground: Ground) -> list[str]:
     def wrapped(ctx: Context) -> None:
         ctx.model(DistributedDataParallel(nn.Linear(1, 1)))
 
+    def with_other_options(ctx: Context) -> None:
+        ctx.model(ctx.model(nn.Linear(1, 1)), static_graph=True)
+
     return [
         alone(lambda ctx: ctx.model(nn.Linear(1, 1), bucket_cap=1)),
         alone(lambda ctx: ctx.model(nn.Linear(1, 1), unheard=1)),
@@ -880,6 +891,7 @@ def model(ground: Ground) -> list[str]:
         alone(lambda ctx: ctx.model(Encoder(), forward="x")),
         alone(lambda ctx: ctx.model(on_meta())),
         on_two(wrapped),
+        on_two(with_other_options),
     ]
 
 

@@ -833,10 +833,46 @@ def test_bad_requests_are_refused_in_every_world() -> None:
     on_ranks(2, fn)
 
 
-def test_a_wrapped_module_is_not_wrapped_again() -> None:
+def test_a_model_that_is_wrapped_is_itself_in_every_world() -> None:
+    """A `fit` that does `self.net = ctx.model(self.net)` may be called twice."""
+
     def fn(world: World) -> None:
         model = wrap(world, Net())
+        assert wrap(world, model) is model
+        compiled = torch.compile(model, backend="eager")
+        assert wrap(world, compiled) is compiled
+        other = wrap(world, Net(), forward="freeze", find_unused_parameters=True)
+        assert wrap(world, other, forward="freeze", find_unused_parameters=True) is other
+
+    fn(alone())
+    on_ranks(2, fn)
+
+
+def test_a_wrapped_model_takes_no_other_options() -> None:
+    def fn(world: World) -> None:
+        model = wrap(world, Net())
+        with pytest.raises(RequestError, match=r"made with; pass .* ctx\.unwrap\(model\)"):
+            wrap(world, model, forward="freeze")
+        with pytest.raises(RequestError, match="made with"):
+            wrap(world, model, static_graph=True)
+        assert wrap(world, unwrap(model), forward="freeze") is not model
+
+    on_ranks(2, fn)
+
+
+def test_a_model_of_torch_is_not_wrapped_again() -> None:
+    def fn(world: World) -> None:
+        model = DistributedDataParallel(Net())
         with pytest.raises(RequestError, match="wrapped already"):
             wrap(world, model)
+
+    on_ranks(2, fn)
+
+
+def test_ranks_that_wrap_again_and_anew_are_told() -> None:
+    def fn(world: World) -> None:
+        model = wrap(world, Net())
+        with pytest.raises(CollectiveMismatch, match="of a Net that it has made"):
+            wrap(world, model if world.rank else Net())
 
     on_ranks(2, fn)

@@ -822,3 +822,24 @@ def test_a_plan_that_starts_nothing_shows_neither_command_nor_environment(
     assert all(word in text for word in words)
     assert "command" not in text
     assert "MASTER_PORT" not in text
+
+
+@pytest.mark.parametrize(("method", "takes"), [("reexec", 57), ("fork", 35), ("spawn", 35)])
+def test_a_world_that_this_process_has_no_descriptors_for_is_refused(
+    method: str, takes: int
+) -> None:
+    asked: dict[str, Any] = {"devices": 4, "start_method": method}
+    assert resolve(Request(**asked), {}, cpus(open_files=takes)).method == method
+    with pytest.raises(RequestError, match=f"up to {takes} .* open {takes - 1} more"):
+        resolve(Request(**asked), {}, cpus(open_files=takes - 1))
+    resolve(Request(devices=1), {}, cpus(open_files=0))
+    # Workers that are there already have theirs.
+    idle = cpus(open_files=0, kept=(0, 1, 2, 3), kept_accelerator="cpu")
+    assert resolve(Request(devices=4), {}, idle).method == "reexec"
+
+
+def test_a_call_from_a_directory_that_is_gone_is_refused() -> None:
+    gone = cpus(working_directory=False)
+    with pytest.raises(RequestError, match=r"os\.chdir"):
+        resolve(Request(devices=2), {}, gone)
+    assert resolve(Request(devices=1), {}, gone).method == "inline"
