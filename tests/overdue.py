@@ -48,16 +48,18 @@ class Overdue:
             self._since = min(self._since, now)
         return now >= self._since + _MOMENT
 
-    def limit(self, patch: Callable[[object, str, object], None]) -> None:
+    def limit(self, patch: Callable[[object, str, object], None], joining: int = 0) -> None:
         """Makes this the deadline of calls, and their limit for joining.
 
         Args:
             patch: Sets an attribute of an object, as long as the test runs.
+            joining: How many ranks must have come to where all meet.
         """
         tick = Supervisor._tick
 
         def ticks(supervisor: Supervisor, now: float) -> None:
-            if supervisor.cause is None and self.come():
+            met = len(supervisor._arrival._joining) >= joining
+            if supervisor.cause is None and self.come() and met:
                 if supervisor._ends is not None:
                     supervisor._ends = now
                 supervisor._arrival.shift(-LONG)

@@ -178,7 +178,7 @@ def test_ranks_that_do_not_join_are_shown_where_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = Overdue(tmp_path, ranks=1)
-    one.limit(monkeypatch.setattr)
+    one.limit(monkeypatch.setattr, joining=1)
     with pytest.raises(JoinTimeout, match=r"rank\(s\) 1 of 2 did not join within 600 s") as caught:
         run(
             lambda ctx, slow: None,
