@@ -60,7 +60,7 @@ def write(directory: Path, source: str, name: str = "s.py") -> Path:
 
 def run_python(
     *command: str | Path,
-    timeout: float = 60,
+    timeout: float = 100,
     cwd: Path | None = None,
     environ: Mapping[str, str] | None = None,
     stdin: str | None = None,
@@ -71,7 +71,7 @@ def run_python(
 
 def run_program(
     command: Sequence[str],
-    timeout: float = 60,
+    timeout: float = 100,
     cwd: Path | None = None,
     environ: Mapping[str, str] | None = None,
     stdin: str | None = None,
@@ -107,7 +107,7 @@ def run_program(
 
 
 def on_terminal(
-    *command: str | Path, columns: int = 80, cwd: Path | None = None, timeout: float = 60
+    *command: str | Path, columns: int = 80, cwd: Path | None = None, timeout: float = 100
 ) -> str:
     """Runs `python COMMAND...` with output to a terminal, and returns what that has got."""
     ours, theirs = pty.openpty()
