@@ -260,6 +260,34 @@ def test_an_interrupt_of_the_caller_ends_all_ranks(tmp_path: Path) -> None:
     assert run(lambda ctx: ctx.world_size, **FORK) == 2
 
 
+@pytest.mark.parametrize("first", ["failure", "interrupt"])
+def test_an_interrupt_while_a_failed_call_is_cleared_up_leaves_nothing_half_done(
+    monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """It comes after that, as one exception in a chain of the user's own ones."""
+    removed: list[str] = []
+
+    def remove(path: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+        removed.append(path)
+
+    def body(ctx: Context) -> None:
+        ctx.barrier()
+        if ctx.rank == 1 and first == "failure":
+            raise ValueError("the cause")
+        if ctx.rank == 1:
+            os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(600)
+
+    monkeypatch.setattr("distribute.scratch.remove", remove)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run(body, **FORK)
+
+    assert len(removed) == 2
+    context = caught.value.__context__
+    assert type(context) is (ValueError if first == "failure" else type(None))
+
+
 def test_ranks_that_have_failed_leave_whatever_sigterm_means_to_them() -> None:
     """A handler of the user's that does not end the process does not cost the grace period."""
 
