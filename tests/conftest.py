@@ -40,6 +40,12 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not problems, problems
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has no call say that its ranks take long to start, as they do on a busy machine."""
+    monkeypatch.setattr("distribute.arrival._NOTICE_SECONDS", 100.0)
+
+
 class _Left:
     def __init__(self) -> None:
         server = forkserver.process_id()

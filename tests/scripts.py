@@ -29,6 +29,10 @@ ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 
 
+# What a call says on standard error when its ranks take long to start, as on a busy machine.
+_WAITING = re.compile(r"distribute: \d+ of \d+ ranks have joined, missing [\d, ]+\r?\n")
+
+
 @dataclass
 class Ended:
     """A program that has ended."""
@@ -103,7 +107,7 @@ def run_program(
         time.sleep(0.02)
     _kill(left)
     assert not left, f"processes left: {left}\n{out}\n{err}"
-    return Ended(process.returncode, out, err)
+    return Ended(process.returncode, out, _WAITING.sub("", err))
 
 
 def on_terminal(
@@ -137,7 +141,7 @@ def on_terminal(
         finally:
             process.kill()
             process.wait()
-    return text.decode()
+    return _WAITING.sub("", text.decode())
 
 
 def tagged(tag: str) -> list[int]:

@@ -217,14 +217,18 @@ def test_c31_a_rank_that_exits_alone_is_a_failure(tmp_path: Path, strategy: str,
 # -- signals -------------------------------------------------------------------------------------
 
 LOOPS = """
-    import sys, time
+    import signal, sys, time
     from distribute import distributed
 
-    @distributed(devices=2, strategy=sys.argv[1])
+    @distributed(devices=2, strategy=sys.argv[1], grace=600)
     def train(ctx):
+        stubborn = ctx.rank == 1 and "stubborn" in sys.argv
+        if stubborn:
+            signal.signal(signal.SIGTERM, lambda *_: print("ASKED", flush=True))
         print(f"UP {ctx.rank}\\n", end="", flush=True)
         while True:
-            ctx.barrier()
+            if not stubborn:
+                ctx.barrier()
             time.sleep(0.05)
 
     if __name__ == "__main__":
@@ -242,10 +246,10 @@ def interrupt_launcher(running: Running) -> None:
 
 
 def interrupt_twice(running: Running) -> None:
+    """Comes while the call ends: later it would be Python's own affair."""
     os.killpg(running.process.pid, signal.SIGINT)
-    time.sleep(0.2)
-    if running.process.poll() is None:
-        os.killpg(running.process.pid, signal.SIGINT)
+    running.wait_for(running.out, "ASKED")
+    os.killpg(running.process.pid, signal.SIGINT)
 
 
 @pytest.mark.parametrize(
@@ -269,13 +273,16 @@ def test_c33_ctrl_c_ends_everything(
     Standard input is a terminal, as it is for whoever presses it.
     """
     terminal, stdin = pty.openpty()
+    twice = ["stubborn"] if interrupt is interrupt_twice else []
 
     def act(running: Running) -> None:
         running.wait_for(running.out, r"UP 0\b", r"UP 1\b")
         interrupt(running)
 
     try:
-        ended = run_with(act, write(tmp_path, LOOPS), strategy, directory=tmp_path, stdin=stdin)
+        ended = run_with(
+            act, write(tmp_path, LOOPS), strategy, *twice, directory=tmp_path, stdin=stdin
+        )
     finally:
         os.close(terminal)
         os.close(stdin)
@@ -548,7 +555,7 @@ def test_c58_a_host_of_ranks_that_do_not_come_is_not_left_waiting(tmp_path: Path
 
 
 def test_c58_waiting_for_a_launcher_is_explained_meanwhile(tmp_path: Path) -> None:
-    """A line on stderr tells long before the timeout who is missing, at which address, and who says so.
+    """A line on stderr tells who is missing, at which address, and who says so.
 
     By default the wait lasts two minutes, in which nothing else would tell of it.
     """
