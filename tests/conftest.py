@@ -42,8 +42,9 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has no call say that its ranks take long to start, as they do on a busy machine."""
+    """Lets ranks take long to start, as they do on a busy machine, without a word about it."""
     monkeypatch.setattr("distribute.arrival._NOTICE_SECONDS", 100.0)
+    monkeypatch.setattr("distribute.launchers.fork._READY_SECONDS", 60.0)
 
 
 class _Left:

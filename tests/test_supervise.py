@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,8 +179,11 @@ def _hang() -> None:
 os.register_at_fork(after_in_child=_hang)
 
 
-def test_forks_that_do_not_work_are_replaced(capfd: pytest.CaptureFixture[str]) -> None:
+def test_forks_that_do_not_work_are_replaced(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """One line says so, and the call succeeds."""
+    monkeypatch.setattr("distribute.launchers.fork._READY_SECONDS", 2.0)
     _hang_children.append(True)
     try:
         values = run(lambda ctx: ctx.all_gather(ctx.rank), **FORK)
@@ -187,6 +192,29 @@ def test_forks_that_do_not_work_are_replaced(capfd: pytest.CaptureFixture[str]) 
 
     assert values == [0, 1]
     assert capfd.readouterr().err.count("the fork server takes over") == 1
+
+
+def test_a_time_in_which_nothing_ran_is_not_held_against_the_forks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As when the machine stalls, or the whole job is stopped and continued."""
+    monkeypatch.setattr("distribute.launchers.fork._READY_SECONDS", 2.0)
+    monkeypatch.setattr("distribute.worker.prove", lambda: until(tmp_path / "over"))
+
+    class Stalling(selectors.DefaultSelector):
+        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            found = super().select(0)
+            if not (tmp_path / "over").exists():
+                time.sleep((timeout or 0) + 2.5)
+                (tmp_path / "over").touch()
+            return found
+
+    stalling = SimpleNamespace(DefaultSelector=Stalling, EVENT_READ=selectors.EVENT_READ)
+    monkeypatch.setattr("distribute.supervise.selectors", stalling)
+    values = run(lambda ctx: (ctx.all_gather(ctx.rank), os.getppid()), **FORK)
+
+    assert values == ([0, 1], os.getpid())
+    assert capfd.readouterr().err == ""
 
 
 class TwoArguments(Exception):
