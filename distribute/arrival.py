@@ -103,7 +103,7 @@ class Arrival:
         return None
 
     def shift(self, seconds: float) -> None:
-        """Does not count a time in which the whole job was stopped."""
+        """Does not count a time in which the whole job did not run."""
         self._began += seconds
 
     def state(self, worker: Worker) -> str:

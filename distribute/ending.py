@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from distribute import notice, scratch
 from distribute.channel import Channel
-from distribute.interrupt import LAST_RESORT_SECONDS, Guard
+from distribute.interrupt import LAST_RESORT_SECONDS, Guard, held
 from distribute.messages import Close, Ready, Stop
 from distribute.output import Tap
 from distribute.process import Process, send_signal
@@ -191,13 +191,14 @@ def end(workers: list[Worker], grace: float) -> None:
         _wait(processes, time.monotonic())
         raise
     finally:
-        for worker in workers:
-            worker.channel.close()
-            if worker.tap is not None:
-                worker.tap.close()
-            scratch.remove(worker.scratch)
-        for one in processes:
-            one.close()
+        with held():
+            for worker in workers:
+                worker.channel.close()
+                if worker.tap is not None:
+                    worker.tap.close()
+                scratch.remove(worker.scratch)
+            for one in processes:
+                one.close()
 
 
 def _wait(processes: list[Process], limit: float) -> None:

@@ -168,7 +168,24 @@ def _attempt(
         except RequestError as error:
             return error.with_traceback(None)  # the way to it is ours alone
         except BaseException as error:
+            _forget_failure(error)
             return error
+
+
+def _forget_failure(error: BaseException) -> None:
+    """Drops our own exception from the chain of one that came while the failed call was ended.
+
+    As a second Ctrl-C does; the first one is no news then.
+    """
+    from distribute.failure import Failure
+
+    link = error
+    while (context := link.__context__) is not None:
+        if isinstance(context, Failure):
+            news = context.news()
+            link.__context__ = None if isinstance(news, KeyboardInterrupt) else news
+            return
+        link = context
 
 
 @contextmanager

@@ -43,7 +43,8 @@ _LONGEST_LINE = 1 << 20
 # After this an unfinished line of rank 0 is passed on: a progress bar has to move, but a line
 # that is printed in pieces had better stay whole.
 _PATIENCE = 0.05
-_CATCH_UP_SECONDS = 0.2
+# The reader waits for nobody; it is a busy machine that lets it wait.
+_CATCH_UP_SECONDS = 2.0
 _SLOW_SECONDS = 10.0
 _TAIL_LINES = 50
 _TAIL_CHARACTERS = 2000
@@ -269,7 +270,7 @@ class Forwarder:
     def catch_up(self) -> None:
         """Sees to it that the tails have what the ranks have written until now; for any thread.
 
-        It waits for the reader for a moment at most, and not for the consumer.
+        It waits for the reader, which is there in a moment, and not for the consumer.
         """
         if self._threads:
             done = threading.Event()

@@ -20,8 +20,9 @@ from distribute.outcome import Outcome, plain, public
 from distribute.process import stopped
 from distribute.record import Operation
 
-# How long ranks have to answer with their stacks: a process that is stopped never does.
-_ANSWER_SECONDS = 0.3
+# How long ranks have to answer with their stacks, on a machine that has other things to do: all of
+# them answer within milliseconds on one that has not. A process that is stopped never does.
+_ANSWER_SECONDS = 3.0
 # A stack has been written in full when nothing has come for this long.
 _QUIET_SECONDS = 0.01
 
@@ -112,7 +113,9 @@ def _wait(workers: Sequence[Worker], asked: Mapping[int, int]) -> None:
         time.sleep(_QUIET_SECONDS)
         for rank in list(missing):
             size = workers[rank].channel.record.size()
-            if size > asked[rank] and size == before[rank]:
+            process = workers[rank].process
+            silent = process is None or process.poll() is not None or stopped(process.pid)
+            if silent or (size > asked[rank] and size == before[rank]):
                 missing.discard(rank)
             before[rank] = size
 

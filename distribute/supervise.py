@@ -37,6 +37,8 @@ _ORDER_SECONDS = 0.02
 _HOLD_SECONDS = 0.05
 # How often ranks are looked at that may have been stopped, of which nothing else tells.
 _LOOK_SECONDS = 1.0
+# When this process has not run for longer, the ranks will not have either.
+_STALL_SECONDS = 0.2
 # Exceptions of signal handlers while the ranks end: then whoever sends them is obeyed.
 _MOST_INTERRUPTIONS = 3
 
@@ -146,7 +148,13 @@ class Supervisor:
         )
 
     def _turn(self) -> None:
-        for key, _ in self._selector.select(self._patience()):
+        patience = self._patience()
+        before = time.monotonic()
+        events = self._selector.select(patience)
+        stalled = time.monotonic() - before - patience
+        if stalled > _STALL_SECONDS:
+            self._arrival.shift(stalled)
+        for key, _ in events:
             key.data()
         self._tick(time.monotonic())
 

@@ -40,6 +40,13 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not problems, problems
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets ranks take long to start, as they do on a busy machine, without a word about it."""
+    monkeypatch.setattr("distribute.arrival._NOTICE_SECONDS", 100.0)
+    monkeypatch.setattr("distribute.launchers.fork._READY_SECONDS", 60.0)
+
+
 class _Left:
     def __init__(self) -> None:
         server = forkserver.process_id()

@@ -52,8 +52,8 @@ from distribute.launchers import forkserver
 
 # How long a rank that does not answer is waited for: by a collective, and by the whole call, which
 # includes the start of the ranks.
-TIMEOUT = 2.0
-DEADLINES = {"reexec": 15.0, "fork": 4.0, "forkserver": 4.0, "spawn": 20.0}
+TIMEOUT = 4.0
+DEADLINES = {"reexec": 30.0, "fork": 8.0, "forkserver": 8.0, "spawn": 60.0}
 # A rank that is about to wait in C++ is in there after this.
 MOMENT = 0.1
 EARLY_CODE = 5
@@ -183,6 +183,8 @@ def body(ctx: Context, argument: object, cell: Cell, folder: str) -> Any:
         note(folder, "there", ctx.rank)
         return waiting(ctx) if cell.state == "collective" else sleeping(cell, folder)
     wait_for(folder, "there", cell.others)
+    if cell.state == "collective":
+        ctx.all_reduce(torch.ones(1))  # the others have come to it, and are in the next one soon
     time.sleep(MOMENT)
     note(folder, "ready", ctx.rank)
     wait_for(folder, "ready", cell.failing)

@@ -29,6 +29,10 @@ ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 
 
+# What a call says on standard error when its ranks take long to start, as on a busy machine.
+_WAITING = re.compile(r"distribute: \d+ of \d+ ranks have joined, missing [\d, ]+\r?\n")
+
+
 @dataclass
 class Ended:
     """A program that has ended."""
@@ -60,7 +64,7 @@ def write(directory: Path, source: str, name: str = "s.py") -> Path:
 
 def run_python(
     *command: str | Path,
-    timeout: float = 60,
+    timeout: float = 100,
     cwd: Path | None = None,
     environ: Mapping[str, str] | None = None,
     stdin: str | None = None,
@@ -71,7 +75,7 @@ def run_python(
 
 def run_program(
     command: Sequence[str],
-    timeout: float = 60,
+    timeout: float = 100,
     cwd: Path | None = None,
     environ: Mapping[str, str] | None = None,
     stdin: str | None = None,
@@ -103,11 +107,11 @@ def run_program(
         time.sleep(0.02)
     _kill(left)
     assert not left, f"processes left: {left}\n{out}\n{err}"
-    return Ended(process.returncode, out, err)
+    return Ended(process.returncode, out, _WAITING.sub("", err))
 
 
 def on_terminal(
-    *command: str | Path, columns: int = 80, cwd: Path | None = None, timeout: float = 60
+    *command: str | Path, columns: int = 80, cwd: Path | None = None, timeout: float = 100
 ) -> str:
     """Runs `python COMMAND...` with output to a terminal, and returns what that has got."""
     ours, theirs = pty.openpty()
@@ -137,7 +141,7 @@ def on_terminal(
         finally:
             process.kill()
             process.wait()
-    return text.decode()
+    return _WAITING.sub("", text.decode())
 
 
 def tagged(tag: str) -> list[int]:

@@ -51,7 +51,7 @@ class Running:
     err: Path
     since: float = field(default_factory=time.monotonic)
 
-    def wait_for(self, file: Path, *patterns: str, seconds: float = 60) -> None:
+    def wait_for(self, file: Path, *patterns: str, seconds: float = 90) -> None:
         """Waits until a file has a match of each pattern."""
         limit = time.monotonic() + seconds
         while missing := [one for one in patterns if not re.search(one, file.read_text())]:
@@ -69,7 +69,7 @@ def run_with(
     act: Callable[[Running], None],
     *command: str | Path,
     directory: Path,
-    within: float = 15,
+    within: float = 60,
     environ: Mapping[str, str] | None = None,
     stdin: int = subprocess.DEVNULL,
 ) -> Ended:
@@ -172,7 +172,7 @@ def test_c29_the_cause_is_reported_and_not_its_echo(tmp_path: Path) -> None:
         """,
     )
 
-    ended = run_python(script, timeout=45)
+    ended = run_python(script)
 
     assert ended.code == 1, ended.text
     last = ended.err[ended.err.rindex(TRACEBACK) :]
@@ -203,7 +203,7 @@ def test_c31_a_rank_that_exits_alone_is_a_failure(tmp_path: Path, strategy: str,
 
     The rank is named, and its exit code unless that is 0.
     """
-    ended = run_python(write(tmp_path, LEAVES_EARLY), strategy, str(code), timeout=30)
+    ended = run_python(write(tmp_path, LEAVES_EARLY), strategy, str(code))
 
     assert ended.code != 0, ended.text
     assert "DONE" not in ended.out
@@ -217,14 +217,18 @@ def test_c31_a_rank_that_exits_alone_is_a_failure(tmp_path: Path, strategy: str,
 # -- signals -------------------------------------------------------------------------------------
 
 LOOPS = """
-    import sys, time
+    import signal, sys, time
     from distribute import distributed
 
-    @distributed(devices=2, strategy=sys.argv[1])
+    @distributed(devices=2, strategy=sys.argv[1], grace=600)
     def train(ctx):
+        stubborn = ctx.rank == 1 and "stubborn" in sys.argv
+        if stubborn:
+            signal.signal(signal.SIGTERM, lambda *_: print("ASKED", flush=True))
         print(f"UP {ctx.rank}\\n", end="", flush=True)
         while True:
-            ctx.barrier()
+            if not stubborn:
+                ctx.barrier()
             time.sleep(0.05)
 
     if __name__ == "__main__":
@@ -242,10 +246,10 @@ def interrupt_launcher(running: Running) -> None:
 
 
 def interrupt_twice(running: Running) -> None:
+    """Comes while the call ends: later it would be Python's own affair."""
     os.killpg(running.process.pid, signal.SIGINT)
-    time.sleep(0.2)
-    if running.process.poll() is None:
-        os.killpg(running.process.pid, signal.SIGINT)
+    running.wait_for(running.out, "ASKED")
+    os.killpg(running.process.pid, signal.SIGINT)
 
 
 @pytest.mark.parametrize(
@@ -269,6 +273,7 @@ def test_c33_ctrl_c_ends_everything(
     Standard input is a terminal, as it is for whoever presses it.
     """
     terminal, stdin = pty.openpty()
+    twice = ["stubborn"] if interrupt is interrupt_twice else []
 
     def act(running: Running) -> None:
         running.wait_for(running.out, r"UP 0\b", r"UP 1\b")
@@ -276,7 +281,7 @@ def test_c33_ctrl_c_ends_everything(
 
     try:
         ended = run_with(
-            act, write(tmp_path, LOOPS), strategy, directory=tmp_path, stdin=stdin, within=15
+            act, write(tmp_path, LOOPS), strategy, *twice, directory=tmp_path, stdin=stdin
         )
     finally:
         os.close(terminal)
@@ -318,7 +323,7 @@ def test_ctrl_c_ends_a_call_in_an_event_loop(tmp_path: Path, strategy: str) -> N
         running.wait_for(running.out, r"UP 0 of 2\b", r"UP 1 of 2\b")
         interrupt_launcher(running)
 
-    ended = run_with(act, script, strategy, directory=tmp_path, within=15)
+    ended = run_with(act, script, strategy, directory=tmp_path)
 
     assert ended.code == 0, ended.text
     assert ended.lines("ENDED") == ["ENDED True"]
@@ -347,7 +352,7 @@ def test_c34_sigterm_to_the_launcher_ends_everything(tmp_path: Path, strategy: s
         running.wait_for(running.out, r"UP 0\b", r"UP 1\b")
         os.kill(running.process.pid, signal.SIGTERM)
 
-    ended = run_with(act, script, strategy, directory=tmp_path, within=15)
+    ended = run_with(act, script, strategy, directory=tmp_path)
 
     assert ended.code != 0, ended.text
 
@@ -415,7 +420,7 @@ def test_c35_a_rank_that_ignores_signals_is_ended(
         """,
     )
 
-    ended = run_python(script, strategy, str(stubborn), timeout=45)
+    ended = run_python(script, strategy, str(stubborn))
 
     assert ended.code == 1, ended.text
     assert f"RuntimeError: rank {1 - stubborn} gives up" in ended.err
@@ -458,7 +463,7 @@ def test_c37_an_error_in_a_loader_worker_of_one_rank_ends_all(
         """,
     )
 
-    ended = run_python(script, strategy, timeout=60)
+    ended = run_python(script, strategy)
 
     assert ended.code == 1, ended.text
     last = ended.err[ended.err.rindex(TRACEBACK) :]
@@ -509,7 +514,7 @@ def test_c58_stray_variables_do_not_make_a_rank(
     """What an image sets in every shell proves no launcher: both ranks are started, none waits."""
     script = write(tmp_path, SHOWS_RANKS)
 
-    ended = run_python(script, strategy, "30", environ=dict.fromkeys(names, "0"))
+    ended = run_python(script, strategy, "60", environ=dict.fromkeys(names, "0"))
 
     assert ended.code == 0, ended.text
     assert found(r"R\d/\d", ended.out) == ["R0/2", "R1/2"]
@@ -525,7 +530,7 @@ def test_c58_a_launcher_that_is_not_there_is_not_waited_for_for_ever(
     """
     script = write(tmp_path, SHOWS_RANKS)
 
-    ended = run_python(script, strategy, "3", environ=OF_RANK_1, timeout=45)
+    ended = run_python(script, strategy, "3", environ=OF_RANK_1)
 
     assert ended.code == 1, ended.text
     assert found(r"R\d/\d", ended.out) == []
@@ -542,7 +547,7 @@ def test_c58_a_host_of_ranks_that_do_not_come_is_not_left_waiting(tmp_path: Path
         port = str(free.getsockname()[1])
     environ = OF_RANK_1 | {"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": port}
 
-    ended = run_python(write(tmp_path, SHOWS_RANKS), "ddp", "3", environ=environ, timeout=30)
+    ended = run_python(write(tmp_path, SHOWS_RANKS), "ddp", "3", environ=environ)
 
     assert ended.code == 1, ended.text
     assert found(r"R\d/\d", ended.out) == []
@@ -550,20 +555,22 @@ def test_c58_a_host_of_ranks_that_do_not_come_is_not_left_waiting(tmp_path: Path
 
 
 def test_c58_waiting_for_a_launcher_is_explained_meanwhile(tmp_path: Path) -> None:
-    """A line on stderr tells within about 10 s who is missing, at which address, and who says so.
+    """A line on stderr tells who is missing, at which address, and who says so.
 
     By default the wait lasts two minutes, in which nothing else would tell of it.
     """
 
     def act(running: Running) -> None:
         running.wait_for(running.out, "CALL")
-        running.wait_for(running.err, r"distribute: .*\n", seconds=12)
+        running.wait_for(running.err, r"distribute: .*\n")
+
+        os.kill(running.process.pid, signal.SIGKILL)
 
     ended = run_with(
-        act, write(tmp_path, SHOWS_RANKS), "ddp", "15", directory=tmp_path, environ=OF_RANK_1
+        act, write(tmp_path, SHOWS_RANKS), "ddp", "120", directory=tmp_path, environ=OF_RANK_1
     )
 
-    assert ended.code != 0, ended.text
+    assert ended.code == -signal.SIGKILL, ended.text
     line = found(r"distribute: .*", ended.err)[0]
     assert re.search(RANK_0_IS_MISSING, line)
     assert re.search(ADDRESS, line)

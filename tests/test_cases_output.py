@@ -81,10 +81,10 @@ def test_c66_threads_are_shared_out(tmp_path: Path, strategy: str, wanted: str) 
     ended = run_program([*command, str(script), strategy], environ=environ)
 
     assert ended.code == 0, ended.text
-    cores = len(os.sched_getaffinity(0))
-    number = int(wanted) if wanted else max(1, cores // 2)
-    # torch itself takes no more threads than there are cores.
-    assert ended.lines("THREADS") == [f"THREADS {min(number, cores)} {number}"] * 2
+    number = int(wanted) if wanted else max(1, len(os.sched_getaffinity(0)) // 2)
+    # torch itself takes no more threads than there are cores, its own process's or not.
+    seen = min(number, os.cpu_count() or 1)
+    assert ended.lines("THREADS") == [f"THREADS {seen} {number}"] * 2
     assert ended.lines("SAME") == ["SAME True"]
 
 
@@ -173,7 +173,7 @@ def test_c69_a_reader_that_leaves_does_not_hold_the_program(tmp_path: Path, stra
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=100,
         check=True,
     )
 
@@ -209,13 +209,17 @@ def test_c70_bars_of_several_ranks_do_not_mix(tmp_path: Path, strategy: str) -> 
         [sys.executable, script, strategy],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
-        timeout=60,
+        timeout=100,
         check=True,
     )
 
     assert sorted(re.findall(rb"END (\d)\n", ended.stdout)) == [b"0", b"1"]
-    assert b"\rstep 48 of rank 0\rstep 49 of rank 0" in ended.stderr
-    assert re.findall(b"step .* of rank 1\n", ended.stderr) == [b"step 49 of rank 1\n"]
+    # The other rank's line may stand between any two states.
+    states = re.findall(rb"\rstep (\d+) of rank 0", ended.stderr)
+    assert states == [b"%d" % number for number in range(50)]
+    assert re.findall(rb"step \d+ of rank 1\b.", ended.stderr, re.DOTALL) == [
+        b"step 49 of rank 1\n"
+    ]
     assert b"[1] step 49 of rank 1\n" in ended.stderr
     assert not re.search(rb"\[1\] .*bar", ended.stderr)
     assert b"bar" in ended.stderr

@@ -524,13 +524,20 @@ def kept_nested(ground: Ground) -> list[str]:
 
 @producer
 def kept_use(ground: Ground) -> list[str]:
+    over = ground.path / "over"
+
+    def wait() -> None:
+        while not over.exists():
+            time.sleep(0.01)
+
     with workers(devices=2, start_method="forkserver") as mine:
         texts = [told(lambda: mine.run(lambda: mine.world_size))]
-        caller = threading.Thread(target=mine.run, args=(time.sleep, 3))
+        caller = threading.Thread(target=mine.run, args=(wait,))
         caller.start()
         while "not started" in repr(mine):
             time.sleep(0.01)
         texts += [told(lambda: mine.run(time.sleep, 0)), told(mine.close)]
+        over.touch()
         caller.join()
     return [*texts, told(lambda: mine.run(time.sleep, 0))]
 
@@ -627,6 +634,7 @@ def _sleep_on_rank_1() -> None:
 
 
 def _late() -> str:
+    run(lambda ctx: None, **SERVER)  # its server may take longer to start
     return told(lambda: run(lambda ctx, slow: None, Slow(), rendezvous_timeout=1, **SERVER))
 
 
@@ -641,7 +649,7 @@ import distribute.meeting
 
 distribute.meeting._NOTICE_SECONDS = 0.1
 try:
-    distribute.run(lambda ctx: 1, rendezvous_timeout=0.5)
+    distribute.run(lambda ctx: 1, rendezvous_timeout=2)
 except distribute.JoinTimeout as error:
     print(f"JoinTimeout: {error}")
 """
@@ -741,7 +749,7 @@ def collective(ground: Ground) -> list[str]:
             ctx.barrier()
         time.sleep(600)
 
-    return [told(lambda: run(body, timeout=1, **FORK))]
+    return [told(lambda: run(body, timeout=2, **FORK))]
 
 
 @producer
@@ -1162,7 +1170,7 @@ def collective_mismatch(ground: Ground) -> list[str]:
 @producer
 def barrier(ground: Ground) -> list[str]:
     def late(ctx: Context) -> None:
-        time.sleep(0.5 * ctx.rank)
+        time.sleep(600 * ctx.rank)
         ctx.barrier(timeout=0.2, name="load")
 
     return [on_two(late)]

@@ -28,7 +28,7 @@ def fresh(program: str) -> Any:
         cwd="/",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -80,8 +80,12 @@ def test_what_follows_from_a_childs_end_is_told_by_its_handler(
         ctx.barrier()
         if ctx.rank == 1:
             signal.signal(signal.SIGCHLD, alarmed)
-            subprocess.Popen(["sleep", "0.1"])
-            raise ConnectionResetError("felt")
+            child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+            assert child.stdin is not None
+            try:
+                raise ConnectionResetError("felt")
+            finally:
+                child.stdin.close()  # which ends it
         ctx.barrier()
 
     with pytest.raises(RuntimeError, match="the handler's") as caught:
@@ -115,7 +119,11 @@ class Killing(Dataset[torch.Tensor]):
         return torch.zeros(2)
 
 
-def test_the_death_of_a_loaders_worker_is_told_as_torch_tells_it() -> None:
+def test_the_death_of_a_loaders_worker_is_told_as_torch_tells_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("distribute.handlers._MOMENT", 30.0)
+
     def body(ctx: Context) -> None:
         ctx.barrier()
         if ctx.rank == 0:

@@ -64,17 +64,20 @@ def end_launcher(tmp_path: Path, number: int, *arguments: str) -> tuple[int, lis
         # The launcher, rank 1, a `sleep` of each rank at least.
         assert len(tagged(tag)) >= 4
         os.kill(launcher.pid, number)
-        code = launcher.wait(timeout=20)
+        code = launcher.wait(timeout=60)
         # The `sleep` of a rank that is the launcher itself is not ours to end: no process group
         # but the user's own holds it.
         spared = {"sleep"} if arguments[0] == "reexec" else set()
-        limit = time.monotonic() + 5
+        limit = time.monotonic() + 30
         while (left := _beyond(tag, spared)) and time.monotonic() < limit:
             time.sleep(0.02)
         return code, left
     finally:
         for pid in tagged(tag):
-            os.kill(pid, signal.SIGKILL)
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it has ended meanwhile
         launcher.wait()
 
 

@@ -36,7 +36,7 @@ class Screen(io.StringIO):
         self.longest = 0
 
     def write(self, text: str) -> int:
-        assert self.going.wait(30)
+        assert self.going.wait(60)
         with self.changed:
             self.longest = max(self.longest, len(text))
             self.changed.notify_all()
@@ -44,7 +44,7 @@ class Screen(io.StringIO):
 
     def wait(self, text: str) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: text in self.getvalue(), 10), self.getvalue()
+            assert self.changed.wait_for(lambda: text in self.getvalue(), 60), self.getvalue()
 
 
 @dataclass
@@ -101,7 +101,7 @@ def forwarding(
         finally:
             out.going.set()
             err.going.set()
-            world.forwarder.finish(10)
+            world.forwarder.finish(30)
 
 
 @pytest.fixture
@@ -127,8 +127,8 @@ for number in range(60):
 """
     children = [world.child(rank, source) for rank in (1, 2)]
     for child in children:
-        assert child.wait(30) == 0
-    world.forwarder.finish()
+        assert child.wait(100) == 0
+    world.forwarder.finish(30)
 
     lines = world.out.getvalue().splitlines()
     for rank in (1, 2):
@@ -141,7 +141,7 @@ def test_rank_0_is_plain_and_every_line_of_the_others_is_marked(world: World):
     world.write(0, "zero\n\nagain\n")
     world.write(1, "one\n\nagain\n")
     world.write(2, "two\n", stream=2)
-    world.forwarder.finish()
+    world.forwarder.finish(30)
 
     text = world.out.getvalue()
     assert "zero\n\nagain\n" in text
@@ -153,7 +153,7 @@ def test_rank_0_is_plain_and_every_line_of_the_others_is_marked(world: World):
 def test_an_unfinished_last_line_comes_with_the_end(world: World):
     world.write(0, "plain")
     world.write(1, "one\nmarked")
-    world.forwarder.finish()
+    world.forwarder.finish(30)
 
     assert world.out.getvalue() in (
         "[1] one\n[1] marked\nplain",
@@ -178,7 +178,7 @@ def test_of_a_rewritten_line_of_another_rank_the_last_state_is_shown(
     for byte in written:
         world.write(1, bytes([byte]))
         world.forwarder.catch_up()  # each by itself
-    world.forwarder.finish()
+    world.forwarder.finish(30)
 
     assert world.out.getvalue() == shown
 
@@ -187,7 +187,7 @@ def test_an_erased_bar_does_not_run_into_the_line_after_it(world: World):
     for part in ("\r 10%", "\r    ", "x", "\n"):
         world.write(1, part)
         world.forwarder.catch_up()
-    world.forwarder.finish()
+    world.forwarder.finish(30)
 
     assert world.out.getvalue() == "[1]     x\n"
 
@@ -198,8 +198,8 @@ def test_a_line_without_end_is_passed_on_in_pieces():
     with forwarding(2) as world:
         children = [world.child(rank, source) for rank in (0, 1)]
         for child in children:
-            assert child.wait(30) == 0
-        world.forwarder.finish(10)
+            assert child.wait(100) == 0
+        world.forwarder.finish(30)
 
     text = world.out.getvalue()
     lines = text.splitlines()
@@ -223,7 +223,7 @@ def test_a_progress_bar_of_rank_0_moves(world: World):
     world.write(0, "\r 20%", stream=2)
     world.err.wait("\r 10%\r 20%")
     world.write(0, "\n", stream=2)
-    world.forwarder.finish()
+    world.forwarder.finish(30)
 
     assert world.err.getvalue() == "\r 10%\r 20%\n"
 
@@ -237,7 +237,7 @@ def test_a_line_of_another_rank_does_not_run_into_an_unfinished_one_of_rank_0():
         world.write(1, "two\n")
         world.out.wait("two\n")
         world.write(0, "\r 20%\n", stream=2)
-        world.forwarder.finish()
+        world.forwarder.finish(30)
 
     assert world.out.getvalue() == "\r 10%\n[1] one\n[1] two\n\r 20%\n"
 
@@ -247,7 +247,7 @@ def test_an_unfinished_line_in_another_place_is_left_alone(world: World):
     world.err.wait(" 10%")
     world.write(1, "one\n")
     world.out.wait("one\n")
-    world.forwarder.finish()
+    world.forwarder.finish(30)
 
     assert world.err.getvalue() == "\r 10%"
     assert world.out.getvalue() == "[1] one\n"
@@ -259,7 +259,7 @@ def test_a_live_piece_never_ends_within_a_character(world: World):
     world.write(0, b"\xa9 \xf0\x9f\x98")
     world.out.wait(" ")
     world.write(0, b"\x80\n")
-    world.forwarder.finish()
+    world.forwarder.finish(30)
 
     assert world.out.getvalue() == "café \U0001f600\n"
 
@@ -287,7 +287,7 @@ def test_a_rank_that_closed_its_output_costs_nothing():
     before = time.process_time()
     time.sleep(0.4)
     used = time.process_time() - before
-    forwarder.finish()
+    forwarder.finish(30)
     for tap, _ in taps:
         tap.close()
 
@@ -299,7 +299,7 @@ def test_a_rank_that_closed_its_output_costs_nothing():
 
 def test_bytes_that_are_no_text_are_shown_in_a_text_stream(world: World):
     world.write(1, b"caf\xe9\n")
-    world.forwarder.finish()
+    world.forwarder.finish(30)
 
     assert world.out.getvalue() == "[1] caf\\xe9\n"
 
@@ -310,7 +310,7 @@ def test_a_captured_stream_gets_the_text(capsys: pytest.CaptureFixture[str]):
         forwarder.start()
         os.write(ends[0][0], b"zero\n")
         os.write(ends[1][1], b"one\n")
-        forwarder.finish()
+        forwarder.finish(30)
 
     assert capsys.readouterr() == ("zero\n", "[1] one\n")
 
@@ -321,7 +321,7 @@ def test_a_captured_descriptor_gets_the_text(capfd: pytest.CaptureFixture[str]):
         forwarder.start()
         os.write(ends[0][0], b"zero\n")
         os.write(ends[1][1], b"one\n")
-        forwarder.finish()
+        forwarder.finish(30)
 
     assert capfd.readouterr() == ("zero\n", "[1] one\n")
 
@@ -337,7 +337,7 @@ def test_an_object_that_wraps_the_real_stream_is_asked():
         with redirect_stdout(tee):
             forwarder.start()
         os.write(ends[0][0], b"zero\n")
-        forwarder.finish()
+        forwarder.finish(30)
 
     assert tee.getvalue() == "zero\n"
 
@@ -348,7 +348,7 @@ def test_a_stream_that_raises_is_left_alone_and_the_other_goes_on():
         for number in range(3):
             world.write(1, f"out {number}\n")
             world.write(1, f"err {number}\n", stream=2)
-        world.forwarder.finish()
+        world.forwarder.finish(30)
 
     assert world.err.getvalue() == "[1] err 0\n[1] err 1\n[1] err 2\n"
     assert "out 2" in world.taps[1].tail()
@@ -361,7 +361,7 @@ def test_without_streams_the_tail_is_kept(monkeypatch: pytest.MonkeyPatch):
             patch.setattr(sys, "stdout", None)
             forwarder.start()
         os.write(ends[0][0], b"zero\n")
-        forwarder.finish()
+        forwarder.finish(30)
 
     assert taps[0].tail() == ["zero"]
 
@@ -415,7 +415,7 @@ def test_real_streams_get_bytes_after_what_the_launcher_has_printed():
         forwarder = Forwarder(taps)
         forwarder.start()
         children[1].wait()
-        forwarder.finish()
+        forwarder.finish(30)
         children[0].wait()
         print("mine again")
         """),
@@ -431,7 +431,7 @@ def test_bytes_that_are_no_text_pass_through_real_streams_as_they_are():
         forwarder = Forwarder(taps)
         forwarder.start()
         child.wait()
-        forwarder.finish()
+        forwarder.finish(30)
         """)
     ended = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True)
 
@@ -455,11 +455,11 @@ def test_the_cursor_of_real_streams_is_known(stderr: int, seen: tuple[bytes, byt
             time.sleep(0.01)  # until it has been passed on
         os.close(wait)
         children[1].wait()
-        forwarder.finish()
+        forwarder.finish(30)
         """)
     source = "import os, time\nready, wait = os.pipe()\nos.dup2(ready, 0)\n" + source
     command = [sys.executable, "-c", source]
-    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, timeout=60)
+    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, timeout=100)
 
     assert (ended.stdout, ended.stderr) == seen
 
@@ -502,7 +502,7 @@ def test_a_stalled_consumer_holds_up_nobody_and_gets_everything_in_order(blockin
         sys.stderr.write(f"{{any('deleted' in path for path in open_now)}}\\n")
         sys.stderr.write(f"{{taps[1].tail(1)[0][:8]}}\\ndone\\n")
         """) as (process, said):
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=100)
 
     assert said == ["True", "1 104856", "done"]
     check_many(out.splitlines())
@@ -526,7 +526,7 @@ def test_what_the_consumer_gets_late_comes_before_the_output_of_the_next_call():
             child.wait()
         second.finish(0.05)
         """) as (process, _):
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=100)
 
     *lines, last = out.splitlines()
     check_many(lines)
@@ -546,7 +546,7 @@ def test_a_consumer_that_is_gone_costs_its_stream_only():
             forwarder.start()
             for child in children:
                 child.wait()
-            forwarder.finish()
+            forwarder.finish(30)
             sys.stderr.write(f"{{[len(tap.tail()) for tap in taps]}}\\n")
             """),
         ],
@@ -558,7 +558,7 @@ def test_a_consumer_that_is_gone_costs_its_stream_only():
     assert process.stdout is not None
     process.stdout.close()
     process.stdout = None
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=100)
 
     assert (process.returncode, err) == (0, "[1] an error\n[20, 20]\n")
 
@@ -576,7 +576,7 @@ def test_a_full_disk_costs_output_and_says_so():
         forwarder.finish(0.05)
         print("done", file=sys.stderr)
         """) as (process, _):
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=100)
 
     lines = out.splitlines()
     assert 9 << 20 < len(out) < 11 << 20
@@ -596,7 +596,7 @@ os.write(2, b"err\\n")
 os.kill(os.getpid(), 9)
 """
     assert world.child(1, source).wait() == -signal.SIGKILL
-    world.forwarder.finish()
+    world.forwarder.finish(30)
 
     assert world.out.getvalue() == "[1] out\n[1] last words\n"
     assert world.err.getvalue() == "[1] err\n"
@@ -638,7 +638,7 @@ def test_a_process_that_goes_on_writing_is_not_waited_for(world: World):
     child = world.child(1, "while True: print('more', flush=True)")
     world.out.wait("more")
     world.forwarder.catch_up()
-    world.forwarder.finish(10)
+    world.forwarder.finish(30)
     child.kill()
     child.wait()
 
@@ -693,9 +693,9 @@ def test_taps_serve_one_call_after_the_other_and_nothing_is_left():
                 forwarder.start()
             assert len(output_threads()) == 2
             os.write(ends[1][0], f"call {number}".encode())
-            forwarder.finish()
+            forwarder.finish(30)
             assert output_threads() == []
-            forwarder.finish()
+            forwarder.finish(30)
             forwarder.catch_up()
             assert screen.getvalue() == f"[1] before call {number}\n[1] call {number}\n"
         assert set(os.listdir("/proc/self/fd")) == before
@@ -711,7 +711,7 @@ def test_a_stream_that_is_not_forwarded_has_no_pipe():
         forwarder.start()
     os.write(err, b"error\n")
     os.close(err)
-    forwarder.finish()
+    forwarder.finish(30)
     tap.close()
 
     assert screen.getvalue() == "error\n"
@@ -740,7 +740,7 @@ def test_two_streams_of_one_place_share_a_pipe_and_keep_their_order():
         for number in range(50):
             world.write(1, f"out {number}\n")
             world.write(1, f"err {number}\n", stream=2)
-        world.forwarder.finish()
+        world.forwarder.finish(30)
 
     expected = [f"{stream} {number}" for number in range(50) for stream in ("out", "err")]
     assert world.out.getvalue().splitlines() == [f"[1] {line}" for line in expected]
@@ -796,7 +796,7 @@ def test_the_order_is_kept_on_the_way_into_one_file(tmp_path: Path, method: str)
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
             check=True,
-            timeout=60,
+            timeout=100,
         )
 
     lines = (tmp_path / "log").read_text().splitlines()
@@ -885,7 +885,7 @@ def test_a_file_has_every_byte():
             for rank in (0, 1):
                 for byte in data:
                     world.write(rank, bytes([byte]))
-            world.forwarder.finish(10)
+            world.forwarder.finish(30)
             assert world.out.getvalue() == ""
         files = [path.read_bytes() for path in sorted(Path(directory).iterdir())]
 

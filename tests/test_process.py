@@ -23,7 +23,7 @@ import pytest
 from distribute.process import ChildProcess, interpreter, leads_group, reap, send_signal, start
 
 HERE = str(Path(__file__).parent.parent)
-IDLE = "import time; time.sleep(60)"
+IDLE = "import time; time.sleep(600)"
 
 
 def fork(child: Callable[[], Any]) -> int:
@@ -38,7 +38,7 @@ def fork(child: Callable[[], Any]) -> int:
     return pid
 
 
-def ended(process: ChildProcess, seconds: float = 10.0) -> int:
+def ended(process: ChildProcess, seconds: float = 60.0) -> int:
     """The exit code of a process that ends by itself."""
     assert select.select([process], [], [], seconds)[0], "it did not end"
     code = process.poll()
@@ -47,7 +47,7 @@ def ended(process: ChildProcess, seconds: float = 10.0) -> int:
     return code
 
 
-def gone(pid: int, seconds: float = 5.0) -> bool:
+def gone(pid: int, seconds: float = 60.0) -> bool:
     """Tells whether a process that is not ours ends in time."""
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
@@ -75,13 +75,13 @@ def test_a_signal_is_a_negative_exit_code(number: int):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGSEGV, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-        time.sleep(60)
+        time.sleep(600)
 
     assert ended(ChildProcess(fork(child), group=True)) == -number
 
 
 def test_a_running_process_has_no_exit_code():
-    process = ChildProcess(fork(lambda: time.sleep(60)), group=True)
+    process = ChildProcess(fork(lambda: time.sleep(600)), group=True)
 
     assert process.poll() is None
     assert not select.select([process], [], [], 0)[0]
@@ -103,11 +103,11 @@ def test_what_a_process_started_ends_with_it(how: str):
 
     def child() -> None:
         os.setpgid(0, 0)
-        grandchild = fork(lambda: time.sleep(60))
+        grandchild = fork(lambda: time.sleep(600))
         os.write(tell, str(grandchild).encode())
         if how == "exit":
             os._exit(0)
-        time.sleep(60)
+        time.sleep(600)
 
     process = ChildProcess(fork(child), group=True)
     grandchild = int(os.read(told, 16))
@@ -126,7 +126,7 @@ def test_what_a_process_without_a_group_started_is_left_alone():
     told, tell = os.pipe()
 
     def child() -> None:
-        os.write(tell, str(fork(lambda: time.sleep(60))).encode())
+        os.write(tell, str(fork(lambda: time.sleep(600))).encode())
         os._exit(0)
 
     process = ChildProcess(fork(child), group=False)
@@ -147,8 +147,8 @@ def test_a_signal_reaches_all_that_a_process_started():
     def child() -> None:
         os.setpgid(0, 0)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.write(tell, str(fork(lambda: time.sleep(60))).encode())
-        time.sleep(60)
+        os.write(tell, str(fork(lambda: time.sleep(600))).encode())
+        time.sleep(600)
 
     process = ChildProcess(fork(child), group=True)
     grandchild = int(os.read(told, 16))
@@ -163,7 +163,7 @@ def test_a_signal_reaches_all_that_a_process_started():
 
 def test_a_signal_to_a_process_that_has_ended_reaches_nobody():
     process = ChildProcess(fork(lambda: os._exit(0)), group=True)
-    select.select([process], [], [], 10)
+    assert select.select([process], [], [], 60)[0]
 
     send_signal(process, signal.SIGKILL)
 
@@ -291,7 +291,7 @@ def test_a_program_ends_when_its_parent_is_killed(tmp_path: Path):
         "    environ={}, cwd='/', life=theirs.fileno(), descriptors=[], stdin=None, group=True)\n"
         "theirs.close()\n"
         "print(child.pid, flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     environ = {**os.environ, "PYTHONPATH": HERE}
     with subprocess.Popen([sys.executable, parent], env=environ, stdout=subprocess.PIPE) as first:
@@ -350,7 +350,7 @@ def test_the_end_of_the_lifeline_ends_what_a_program_started():
             "-S",
             "-c",
             "import subprocess\n"
-            "print(subprocess.Popen(['sleep', '60']).pid, flush=True)\n"
+            "print(subprocess.Popen(['sleep', '600']).pid, flush=True)\n"
             "while True: pass",
         ],
         environ={"PATH": os.environ["PATH"]},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,9 @@ def test_a_failure_before_the_first_collective_is_final(tmp_path: Path) -> None:
     def body(ctx: Context) -> None:
         with open(tmp_path / str(ctx.rank), "a") as file:
             file.write("x\n")
+        # The first to fail ends the other, wherever that is.
+        while not all(one.exists() and one.read_text() for one in (tmp_path / "0", tmp_path / "1")):
+            time.sleep(0.002)
         raise ValueError("at once")
 
     with pytest.raises(ValueError, match="at once"):

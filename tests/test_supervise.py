@@ -3,30 +3,63 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from distribute import Context, JoinTimeout, RequestError, WorkerDied, WorkerError, run
+from tests.overdue import LONG, Overdue
 from tests.scripts import run_python, write
 
 FORK: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork"}
 
 
-def test_the_first_of_two_failures_is_the_news() -> None:
-    """By the machine's clock, not by rank."""
+class _Reported(Exception):
+    """Says when it is reported, and takes until another one is."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__(folder, rank)
+        self.folder, self.rank = folder, rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        (self.folder / str(self.rank)).touch()
+        until(self.folder / "0")
+        return _Reported, (self.folder, self.rank)
+
+
+def until(path: Path) -> None:
+    """Waits until a file is there."""
+    limit = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < limit, path
+        time.sleep(0.002)
+
+
+def test_the_first_of_two_failures_is_the_news(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the machine's clock, and neither by rank nor by whose report is there first."""
+    monkeypatch.setattr("distribute.supervise._ORDER_SECONDS", 60.0)
 
     def body(ctx: Context) -> None:
-        time.sleep(0.0 if ctx.rank == 1 else 0.3)
-        raise ValueError(f"from {ctx.rank}")
+        ctx.barrier()
+        if ctx.rank == 0:
+            until(tmp_path / "1")
+        raise _Reported(tmp_path, ctx.rank)
 
-    with pytest.raises(ValueError, match="from 1"):
+    with pytest.raises(_Reported) as caught:
         run(body, **FORK)
+
+    assert caught.value.rank == 1
+    kinds = [one.kind for one in caught.value.outcomes]  # type: ignore[attr-defined]
+    assert kinds == ["raised", "raised"]
 
 
 def test_a_closed_connection_is_not_the_news() -> None:
@@ -98,7 +131,7 @@ def test_what_a_rank_started_ends_with_it(tmp_path: Path, end: str) -> None:
 
     for rank in (0, 1):
         pid = int((tmp_path / f"pid{rank}").read_text())
-        limit = time.monotonic() + 5
+        limit = time.monotonic() + 60
         while Path(f"/proc/{pid}").exists() and time.monotonic() < limit:
             time.sleep(0.01)
         assert not Path(f"/proc/{pid}").exists()
@@ -107,25 +140,31 @@ def test_what_a_rank_started_ends_with_it(tmp_path: Path, end: str) -> None:
 class _Slow:
     """Takes long to arrive, on rank 1 only."""
 
+    def __init__(self, overdue: Overdue) -> None:
+        self.overdue = overdue
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _slow, ()
+        return _slow, (self.overdue,)
 
 
-def _slow() -> None:
+def _slow(overdue: Overdue) -> None:
     if os.environ.get("RANK") == "1":
-        time.sleep(600)
+        time.sleep(overdue.there(600))
 
 
-def test_ranks_that_do_not_join_in_time_are_named() -> None:
+def test_ranks_that_do_not_join_in_time_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A timeout of its own, apart from that of collectives."""
-    run(lambda ctx: None, devices=2, start_method="forkserver")  # the server may take more than 2 s
-    with pytest.raises(JoinTimeout, match=r"rank\(s\) 1 of 2 did not join within 2 s"):
+    one = Overdue(tmp_path, ranks=1)
+    one.limit(monkeypatch.setattr, joining=1)
+    with pytest.raises(JoinTimeout, match=r"rank\(s\) 1 of 2 did not join within 600 s"):
         run(
             lambda ctx, slow: None,
-            _Slow(),
+            _Slow(one),
             devices=2,
             strategy="ddp_forkserver",
-            rendezvous_timeout=2,
+            rendezvous_timeout=LONG,
         )
 
 
@@ -140,8 +179,11 @@ def _hang() -> None:
 os.register_at_fork(after_in_child=_hang)
 
 
-def test_forks_that_do_not_work_are_replaced(capfd: pytest.CaptureFixture[str]) -> None:
+def test_forks_that_do_not_work_are_replaced(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """One line says so, and the call succeeds."""
+    monkeypatch.setattr("distribute.launchers.fork._READY_SECONDS", 2.0)
     _hang_children.append(True)
     try:
         values = run(lambda ctx: ctx.all_gather(ctx.rank), **FORK)
@@ -150,6 +192,29 @@ def test_forks_that_do_not_work_are_replaced(capfd: pytest.CaptureFixture[str]) 
 
     assert values == [0, 1]
     assert capfd.readouterr().err.count("the fork server takes over") == 1
+
+
+def test_a_time_in_which_nothing_ran_is_not_held_against_the_forks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As when the machine stalls, or the whole job is stopped and continued."""
+    monkeypatch.setattr("distribute.launchers.fork._READY_SECONDS", 2.0)
+    monkeypatch.setattr("distribute.worker.prove", lambda: until(tmp_path / "over"))
+
+    class Stalling(selectors.DefaultSelector):
+        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            found = super().select(0)
+            if not (tmp_path / "over").exists():
+                time.sleep((timeout or 0) + 2.5)
+                (tmp_path / "over").touch()
+            return found
+
+    stalling = SimpleNamespace(DefaultSelector=Stalling, EVENT_READ=selectors.EVENT_READ)
+    monkeypatch.setattr("distribute.supervise.selectors", stalling)
+    values = run(lambda ctx: (ctx.all_gather(ctx.rank), os.getppid()), **FORK)
+
+    assert values == ([0, 1], os.getpid())
+    assert capfd.readouterr().err == ""
 
 
 class TwoArguments(Exception):
@@ -209,8 +274,8 @@ def test_an_interrupt_of_the_caller_ends_all_ranks(tmp_path: Path) -> None:
         time.sleep(600)
 
     def interrupt() -> None:
-        while len(os.listdir(tmp_path)) < 2:
-            time.sleep(0.01)
+        for rank in (0, 1):
+            until(tmp_path / f"there{rank}")
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -221,6 +286,34 @@ def test_an_interrupt_of_the_caller_ends_all_ranks(tmp_path: Path) -> None:
     finally:
         thread.join()
     assert run(lambda ctx: ctx.world_size, **FORK) == 2
+
+
+@pytest.mark.parametrize("first", ["failure", "interrupt"])
+def test_an_interrupt_while_a_failed_call_is_cleared_up_leaves_nothing_half_done(
+    monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """It comes after that, as one exception in a chain of the user's own ones."""
+    removed: list[str] = []
+
+    def remove(path: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+        removed.append(path)
+
+    def body(ctx: Context) -> None:
+        ctx.barrier()
+        if ctx.rank == 1 and first == "failure":
+            raise ValueError("the cause")
+        if ctx.rank == 1:
+            os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(600)
+
+    monkeypatch.setattr("distribute.scratch.remove", remove)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run(body, **FORK)
+
+    assert len(removed) == 2
+    context = caught.value.__context__
+    assert type(context) is (ValueError if first == "failure" else type(None))
 
 
 def test_ranks_that_have_failed_leave_whatever_sigterm_means_to_them() -> None:

@@ -30,6 +30,7 @@ def test_the_types_of_every_spelling_are_as_promised(checker: list[str]) -> None
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.timeout(300)
 def test_the_checkers_would_find_a_mistake(tmp_path: Path) -> None:
     """A wrong argument type of a decorated function is an error."""
     wrong = tmp_path / "wrong.py"
