@@ -104,7 +104,7 @@ def run_program(
         _kill(tagged(tag))
         out, err = process.communicate()
         raise AssertionError(f"no end after {timeout} s\n{out}\n{err}") from None
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + 15
     while (left := tagged(tag)) and time.monotonic() < limit:
         time.sleep(0.02)
     _kill(left)
