@@ -9,9 +9,14 @@ from distribute.ending import Worker
 from distribute.errors import CallMismatch, JoinTimeout
 from distribute.failure import NotReady
 from distribute.messages import Joined, Joining, Ready, Site
+from distribute.process import at_work
 
 # Waiting for ranks gets a line on stderr after this.
 _NOTICE_SECONDS = 10.0
+# Forks that are late are looked at this often. Those that are at work get this many times as long:
+# one that hangs sleeps, unless it spins, and one on a machine that stalls does not.
+_LOOK_SECONDS = 0.1
+_PATIENCE = 10
 
 
 class Arrival:
@@ -20,8 +25,8 @@ class Arrival:
     Args:
         workers: All ranks in order.
         timeout: Seconds until all have joined.
-        ready_timeout: Seconds until all are ready, or None for `timeout`; then `NotReady` is the
-            error.
+        ready_timeout: Seconds until all are ready or at work, or None for `timeout`; then
+            `NotReady` is the error.
         site: The call site of the launcher, which those of the workers must equal.
 
     Attributes:
@@ -43,6 +48,8 @@ class Arrival:
         self._site = site
         self._began = time.monotonic()
         self._noticed = False
+        self._look_at = self._began if ready_timeout is None else self._began + ready_timeout
+        self._seen_idle = False
         self._joining: set[int] = set()
         self._joined: set[int] = set()
         self.called = False
@@ -82,7 +89,8 @@ class Arrival:
 
     def due(self) -> float:
         """Returns when to check next."""
-        times = [self._began + self._limit()]
+        waits = self._ready_timeout is not None and not self.called
+        times = [self._look_at if waits else self._began + self._timeout]
         if not self._noticed:
             times.append(self._began + _NOTICE_SECONDS)
         return min(times)
@@ -90,7 +98,13 @@ class Arrival:
     def check(self, now: float) -> BaseException | None:
         """Returns the error if ranks are late; says on stderr whom all wait for, once."""
         waited = now - self._began
-        if waited >= self._limit():
+        if self._ready_timeout is not None and not self.called:
+            if now >= self._look_at and self._hangs(now, waited >= _PATIENCE * self._ready_timeout):
+                return NotReady(
+                    "the forked processes did not start working, as happens when other threads "
+                    "were busy at that moment"
+                )
+        elif waited >= self._timeout:
             return self._late()
         if waited >= _NOTICE_SECONDS and not self._noticed:
             self._noticed = True
@@ -105,6 +119,7 @@ class Arrival:
     def shift(self, seconds: float) -> None:
         """Does not count a time in which the whole job did not run."""
         self._began += seconds
+        self._look_at += seconds
 
     def state(self, worker: Worker) -> str:
         """Says what a rank does that has not left the function."""
@@ -126,10 +141,15 @@ class Arrival:
             return f"before its script arrived at {self._site}"
         return "" if worker.rank in self._joined else "before it joined the others"
 
-    def _limit(self) -> float:
-        if self._ready_timeout is not None and not self.called:
-            return self._ready_timeout
-        return self._timeout
+    def _hangs(self, now: float, too_long: bool) -> bool:
+        """Tells whether forks that are late hang; they are looked at again otherwise."""
+        missing = [one for one in self._workers if one.ready is None]
+        idle = too_long or not any(at_work(one.pid) for one in missing)
+        # Twice in a row: one that sleeps may have just said that it is ready.
+        hangs = idle and self._seen_idle
+        self._seen_idle = idle
+        self._look_at = now + _LOOK_SECONDS
+        return hangs
 
     def _missing(self) -> list[int]:
         # Those that have come to the meeting wait there for those that have not.
@@ -142,11 +162,6 @@ class Arrival:
         ]
 
     def _late(self) -> BaseException:
-        if self._ready_timeout is not None and not self.called:
-            return NotReady(
-                "the forked processes did not start working, as happens when other threads were "
-                "busy at that moment"
-            )
         ranks = ", ".join(map(str, self._missing()))
         return JoinTimeout(
             f"rank(s) {ranks} of {len(self._workers)} did not join within "

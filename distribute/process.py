@@ -146,6 +146,18 @@ def stopped(pid: int) -> bool:
         return False
 
 
+def at_work(pid: int) -> bool:
+    """Tells whether a process computes, or would if it had a core; false where nobody says."""
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
+                if file.read().rpartition(b")")[2].split()[0] in (b"R", b"D"):
+                    return True
+    except (OSError, IndexError):
+        pass  # it has ended, which its handle says, or another system
+    return False
+
+
 def start(
     command: Sequence[str],
     *,

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 # with it by the next.
 _LOOK_SECONDS = 0.01
 _LOOKS = 5
+# One that waits for a core shows nothing: a machine that is busy, or stalls, is looked at longer.
+_MOST_LOOKS = 100
 # How long a thread may be busy with what is left of an operation.
 _REST_SECONDS = 1.0
 # What waking up from a wait may take.
@@ -31,9 +33,11 @@ def at_work() -> str:
     if threading.active_count() == 1:
         return ""
     found = ""
-    for _ in range(_LOOKS):
-        found = _seen()
-        if not found:
+    computed = 0
+    for _ in range(_MOST_LOOKS):
+        found, ran = _seen()
+        computed += ran
+        if not found or computed >= _LOOKS:
             break
     return found
 
@@ -55,14 +59,17 @@ def rest(name: str) -> None:
         time.sleep(0.002)
 
 
-def _seen() -> str:
+def _seen() -> tuple[str, bool]:
+    """Returns a thread that is not at rest, or an empty string, and whether one has computed."""
     before = dict(_running())
     time.sleep(_LOOK_SECONDS)
+    found, computed = "", False
     for thread, (ran, runs) in _running():
         earlier, ran_before = before.get(thread, (ran, False))
         if runs or ran_before or ran - earlier > _IDLE_NANOSECONDS:
-            return _named(thread)
-    return ""
+            found = found or _named(thread)
+            computed = computed or ran - earlier > _IDLE_NANOSECONDS
+    return found, computed
 
 
 def _running(name: str = "") -> Iterator[tuple[int, tuple[int, bool]]]:

@@ -563,6 +563,24 @@ def test_forks_that_do_not_start_working_are_replaced_by_the_fork_server(
     assert "the fork server takes over" in capfd.readouterr().err
 
 
+def test_forks_that_are_slow_to_start_working_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A machine that is busy, or stalls for seconds, is no sign of a bad fork."""
+
+    def compute() -> None:
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            pass
+
+    monkeypatch.setattr("distribute.launchers.fork._READY_SECONDS", 1.0)
+    monkeypatch.setattr("distribute.worker.prove", compute)
+    with two() as kept:
+        assert kept.run(lambda ctx: ctx.all_reduce(ctx.rank + 1), returns="all") == [3, 3]
+        assert kept.plan().method == "fork"
+    assert capfd.readouterr().err == ""
+
+
 # -- the end -----------------------------------------------------------------------------------
 
 
