@@ -17,14 +17,16 @@ from distribute.cgroup import OutOfMemory
 from distribute.ending import Worker
 from distribute.errors import RankOutcome, signal_name
 from distribute.outcome import Outcome, plain, public
-from distribute.process import stopped
+from distribute.process import at_work, stopped
 from distribute.record import Operation
 
 # How long ranks have to answer with their stacks, on a machine that has other things to do: all of
 # them answer within milliseconds on one that has not. A process that is stopped never does.
 _ANSWER_SECONDS = 3.0
-# A stack has been written in full when nothing has come for this long.
+# A stack has been written in full when nothing has come for this long; the longer one is for a
+# process at work, which may have lost its core in the middle.
 _QUIET_SECONDS = 0.01
+_QUIET_SECONDS_AT_WORK = 0.1
 
 
 @dataclass(frozen=True)
@@ -107,17 +109,19 @@ def _gone(worker: Worker, found: Outcome) -> Sighting:
 
 def _wait(workers: Sequence[Worker], asked: Mapping[int, int]) -> None:
     limit = time.monotonic() + _ANSWER_SECONDS
-    before: dict[int, int] = dict(asked)
+    before = {rank: (size, 0.0) for rank, size in asked.items()}
     missing = set(asked)
     while missing and time.monotonic() < limit:
         time.sleep(_QUIET_SECONDS)
         for rank in list(missing):
-            size = workers[rank].channel.record.size()
             process = workers[rank].process
             silent = process is None or process.poll() is not None or stopped(process.pid)
-            if silent or (size > asked[rank] and size == before[rank]):
+            quiet = _QUIET_SECONDS_AT_WORK if at_work(workers[rank].pid) else _QUIET_SECONDS
+            size, now = workers[rank].channel.record.size(), time.monotonic()
+            if size != before[rank][0]:
+                before[rank] = size, now
+            if silent or (size > asked[rank] and now - before[rank][1] >= quiet):
                 missing.discard(rank)
-            before[rank] = size
 
 
 def _sighting(worker: Worker, state: str, start: int | None, main_thread: int | None) -> Sighting:
