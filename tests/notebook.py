@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import queue
@@ -67,7 +68,7 @@ class Cell:
 
 
 class Notebook:
-    """A kernel of this interpreter; whatever it has started is gone 5 s after the block.
+    """A kernel of this interpreter; whatever it has started is gone some seconds after the block.
 
     Args:
         directory: Where it runs.
@@ -98,7 +99,9 @@ class Notebook:
                 env=self._environ, cwd=str(self.directory), stdout=self._log, stderr=self._log
             )
             self._client = self._manager.client()
-            self._client.start_channels()
+            # Where its heart has not beaten for a second, a client would make new sockets, and the
+            # test that runs meanwhile would have left them.
+            self._client.start_channels(hb=False)
             self._client.wait_for_ready(timeout=60)
             assert self.run(HEAD).error is None
         except BaseException:
@@ -185,7 +188,7 @@ class Notebook:
         """Returns all processes that come from this notebook, the kernel included."""
         return set(tagged(self.tag))
 
-    def only(self, expected: set[int], seconds: float = 5) -> None:
+    def only(self, expected: set[int], seconds: float = 30) -> None:
         """Waits until there are no other processes than the expected ones."""
         limit = time.monotonic() + seconds
         while (left := self.processes()) - expected:
@@ -200,11 +203,12 @@ class Notebook:
         self._manager.cleanup_connection_file()
         self._context.destroy()
         self._log.close()
-        limit = time.monotonic() + 5
+        limit = time.monotonic() + 30
         while (left := tagged(self.tag)) and time.monotonic() < limit:
             time.sleep(0.02)
         for pid in left:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         return left
 
 
