@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -315,10 +314,10 @@ def test_a_hang_is_told_with_cells_and_lines(notebook: Notebook, method: str) ->
     cell = notebook.run(f"""
     def inner(ctx):
         if ctx.rank == 1:
-            time.sleep(60)
+            time.sleep(600)
         ctx.barrier()
 
-    run(inner, devices=2, start_method={method!r}, deadline=2.5)
+    run(inner, devices=2, start_method={method!r}, deadline=5)
     """)
 
     assert cell.error is not None
@@ -327,7 +326,7 @@ def test_a_hang_is_told_with_cells_and_lines(notebook: Notebook, method: str) ->
     assert re.search(
         r"rank 0 is in barrier at Cell In\[\d+\]:4; rank 1 is at Cell In\[\d+\]:3, in inner", shown
     )
-    assert re.search(r"  Cell In\[\d+\], line 3, in inner\n    time.sleep\(60\)(\n|$)", shown)
+    assert re.search(r"  Cell In\[\d+\], line 3, in inner\n    time.sleep\(600\)(\n|$)", shown)
 
 
 # -- output ----------------------------------------------------------------------------------------
@@ -340,12 +339,16 @@ def test_lines_arrive_whole_and_while_the_cell_runs(notebook: Notebook, method: 
     go.unlink(missing_ok=True)
     cell = notebook.start(f"""
     def body(ctx):
+        if ctx.rank == 0:
+            ctx.barrier()  # a line of rank 0 is passed on in pieces if these are far apart
         for word in ("in", "pieces"):
             print(word, end=" ", flush=True)
             time.sleep(0.01)
         print()
         os.write(1, b"from C %d\\n" % ctx.rank)
         print("wrong", ctx.rank, file=sys.stderr)
+        if ctx.rank == 1:
+            ctx.barrier()
         while not os.path.exists("go"):
             time.sleep(0.01)
         print("bye", ctx.rank)
@@ -360,20 +363,27 @@ def test_lines_arrive_whole_and_while_the_cell_runs(notebook: Notebook, method: 
     succeed(notebook.finish(cell))
 
     assert cell.lines == sorted([*early, "[1] bye 1", "bye 0"])
-    assert all(text.endswith("\n") for name, text in cell.stream if text.startswith("[1]"))
+    assert not any(text.rpartition("\n")[2].startswith("[1]") for _, text in cell.stream)
 
 
 def test_a_progress_bar_rewrites_its_line(notebook: Notebook) -> None:
     """Rank 0 has a bar, which arrives with its carriage returns while it moves."""
-    cell = succeed(
-        notebook.run("""
+    for path in notebook.directory.glob("seen*"):
+        path.unlink()
+    cell = notebook.start("""
         def body(ctx):
-            for _ in ctx.progress(range(6), desc="bar", mininterval=0):
-                time.sleep(0.1)
+            for number in ctx.progress(range(6), desc="bar", mininterval=0):
+                while not os.path.exists(f"seen{number}"):
+                    time.sleep(0.01)
 
         run(body, devices=2)
         """)
-    )
+    for number in range(6):
+        state = f"\rbar: {number / 6:4.0%}"
+        notebook.until(lambda state=state: state in cell.out + cell.err, cell)
+        assert not cell.done
+        (notebook.directory / f"seen{number}").touch()
+    succeed(notebook.finish(cell))
 
     text = cell.out + cell.err
     assert text.count("\r") >= 6
@@ -381,7 +391,6 @@ def test_a_progress_bar_rewrites_its_line(notebook: Notebook) -> None:
     states = text.strip().split("\r")
     assert states[0].startswith("bar:   0%")
     assert states[-1].startswith("bar: 100%")
-    assert len(cell.stream) >= 4
 
 
 def test_much_output_is_complete_and_in_order(notebook: Notebook) -> None:
@@ -408,12 +417,14 @@ def test_output_is_in_its_own_cell(notebook: Notebook) -> None:
         notebook.run("""
         import threading
         def body(ctx):
+            begun = threading.Event()
             def babble():
                 while True:
                     print("BABBLE", ctx.rank)
+                    begun.set()
                     time.sleep(0.001)
             threading.Thread(target=babble, daemon=True).start()
-            time.sleep(0.1)
+            begun.wait()
 
         run(body, devices=2)
         """)
@@ -426,11 +437,17 @@ def test_output_is_in_its_own_cell(notebook: Notebook) -> None:
 
 def test_what_a_slow_page_takes_late_is_in_its_own_cell(notebook: Notebook) -> None:
     """The call does not wait for ever; what comes after it belongs to the cell that made it."""
+    pages = [notebook.directory / name for name in ("page", "later")]
+    for path in pages:
+        path.unlink(missing_ok=True)
     slow = succeed(
         notebook.run("""
         from distribute import output
         quick, output._SLOW_SECONDS = sys.stdout.write, 0.1
-        sys.stdout.write = lambda text: (time.sleep(2), quick(text))[1]
+        def wait_for(name):
+            while not os.path.exists(name):
+                time.sleep(0.01)
+        sys.stdout.write = lambda text: (wait_for("page"), quick(text))[1]
         def body(ctx):
             for number in range(3):
                 print("line", number)
@@ -440,8 +457,13 @@ def test_what_a_slow_page_takes_late_is_in_its_own_cell(notebook: Notebook) -> N
         sys.stdout.write, output._SLOW_SECONDS = quick, 10.0
         """)
     )
-    assert slow.out.count("\n") < 6
-    later = succeed(notebook.run("time.sleep(5)"))
+    assert slow.out == ""
+    later = notebook.start("wait_for('later')")
+    pages[0].touch()
+    notebook.until(lambda: slow.out.count("\n") == 6, slow)
+    assert not later.done
+    pages[1].touch()
+    succeed(notebook.finish(later))
 
     assert slow.lines == [
         *(f"[1] line {number}" for number in range(3)),
@@ -542,11 +564,9 @@ def test_the_stop_button_is_one_keyboard_interrupt(
     notebook.value(run)  # the fork server is there
     before = notebook.processes()
     cell = start_forever(notebook, f"run(forever, devices=2, start_method={method!r})")
-    began = time.monotonic()
     notebook.interrupt(group=group)
     notebook.finish(cell)
 
-    assert time.monotonic() - began < 5
     assert cell.error is not None
     assert cell.error[0] == "KeyboardInterrupt"
     assert cell.out == cell.err == ""
@@ -561,7 +581,7 @@ def test_the_stop_button_ends_a_call_of_a_cell_that_awaits(notebook: Notebook) -
         notebook, "import asyncio\nawait asyncio.sleep(0)\nrun(forever, devices=2)"
     )
     notebook.interrupt(group=False)
-    notebook.finish(cell, 10)
+    notebook.finish(cell)
 
     assert cell.error is not None
     assert cell.error[0] == "KeyboardInterrupt"
@@ -704,4 +724,4 @@ def test_the_example_runs(tmp_path: Path) -> None:
     trained = re.search(r"^trained: +(\d+\.\d)% right$", text, re.MULTILINE)
     assert trained is not None
     assert float(trained[1]) > 90
-    assert "another call took 0." in text
+    assert re.search(r"^another call took \d+\.\d+", text, re.MULTILINE)
