@@ -234,17 +234,18 @@ def test_a_barrier_that_is_not_reached_says_where_the_missing_rank_is() -> None:
     """The caller gets the barrier's error with the report of a hang."""
 
     def body(ctx: Context) -> None:
+        ctx.barrier()
         if ctx.rank == 1:
-            time.sleep(60)
-        ctx.barrier(timeout=0.5, name="data ready")
+            time.sleep(600)
+        ctx.barrier(timeout=2, name="data ready")
 
     with pytest.raises(BarrierTimeout) as caught:
         run(body, **FORK)
 
-    assert "barrier 'data ready': rank(s) 1 had not come within 0.5 s" in str(caught.value)
+    assert "barrier 'data ready': rank(s) 1 had not come within 2 s" in str(caught.value)
     (report,) = (note for note in caught.value.__notes__ if "rank 1 is at" in note)
     assert "test_context.py" in report
-    assert "time.sleep(60)" in report
+    assert "time.sleep(600)" in report
     assert caught.value.outcomes[0].collective.startswith("barrier 'data ready' at ")
 
 
