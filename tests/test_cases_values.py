@@ -373,4 +373,4 @@ def test_c26_a_large_result_arrives(tmp_path: Path, strategy: str) -> None:
     assert ended.lines("WORLD") == ["WORLD [0, 1]"]
     assert ended.lines("GOT") == ["GOT (64, 1000000) 1.0 tensor([3., 4.])"]
     assert ended.lines("WRITABLE") == ["WRITABLE 2.0"]
-    assert set(os.listdir("/dev/shm")) == before
+    assert set(os.listdir("/dev/shm")) <= before

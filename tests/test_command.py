@@ -53,7 +53,7 @@ def output(whole: list[str], *, cwd: Path, stdin: str = "", **variables: str) ->
         capture_output=True,
         text=True,
         encoding="utf-8",
-        timeout=30,
+        timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stderr
