@@ -34,7 +34,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     if not (problems := _Left().beyond(before)):
         return
     gc.collect()
-    limit = time.monotonic() + 5
+    limit = time.monotonic() + 30
     while (problems := _Left().beyond(before)) and time.monotonic() < limit:
         time.sleep(0.02)  # a killed process takes a moment to go
     assert not problems, problems

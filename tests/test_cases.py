@@ -109,7 +109,6 @@ def test_c03_arguments_survive_byte_for_byte(tmp_path: Path) -> None:
     assert json.loads(zero[2:])[0] == given
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_c07_code_after_the_call_runs_once(tmp_path: Path, strategy: str) -> None:
     """Re-executed processes go on with the script; fast ranks leave while others still connect."""
@@ -155,7 +154,7 @@ def test_c07_bodies_without_collectives_end_well_a_hundred_times(tmp_path: Path)
         """,
     )
 
-    ended = run_python(script, timeout=100)
+    ended = run_python(script)
 
     assert ended.code == 0, ended.text
     assert ended.lines("GOT") == ["GOT 100"]
@@ -182,7 +181,7 @@ def test_c08_several_launches_with_different_worlds(tmp_path: Path) -> None:
         """,
     )
 
-    ended = run_python(script, timeout=100)
+    ended = run_python(script)
 
     assert ended.code == 0, ended.text
     assert ended.lines("GOT") == ["GOT [0.0, 2.0, 4.0] 3"]
@@ -208,7 +207,7 @@ def test_c09_a_later_launch_depends_on_an_earlier_result(tmp_path: Path) -> None
         """,
     )
 
-    ended = run_python(script, timeout=100)
+    ended = run_python(script)
 
     assert ended.code == 0, ended.text
     assert ended.lines("R") == sorted(
@@ -239,7 +238,7 @@ def test_c11_a_test_calls_a_decorated_function(tmp_path: Path, strategy: str, mo
     )
     pytest_ = [sys.executable, "-m", "pytest"] if module else [str(BIN / "pytest")]
 
-    ended = run_program([*pytest_, "-v", "-p", "no:cacheprovider", str(script)], 90, tmp_path)
+    ended = run_program([*pytest_, "-v", "-p", "no:cacheprovider", str(script)], cwd=tmp_path)
 
     assert ended.code == 0, ended.text
     assert ended.out.count("1 passed") == 1
@@ -298,7 +297,7 @@ def test_c20_decorated_methods(tmp_path: Path) -> None:
         """,
     )
 
-    ended = run_python(script, timeout=90)
+    ended = run_python(script)
 
     assert ended.code == 0, ended.text
     assert ended.lines("GOT") == ["GOT 104 3 3"]
@@ -323,7 +322,7 @@ def test_c27_the_same_type_comes_back_for_one_and_for_many(tmp_path: Path, strat
         """,
     )
 
-    ended = run_python(script, strategy, timeout=90)
+    ended = run_python(script, strategy)
 
     assert ended.code == 0, ended.text
     assert ended.lines("GOT") == ["GOT {'acc': 1.0, 'world': 1} {'acc': 1.0, 'world': 2}"]
@@ -386,7 +385,7 @@ def test_c30_a_failure_can_be_caught_and_the_next_launch_works(tmp_path: Path) -
         """,
     )
 
-    ended = run_python(script, timeout=100)
+    ended = run_python(script)
 
     assert ended.code == 0, ended.text
     assert ended.out.splitlines() == ["RETRY 256 True", "RETRY 128 True", "OK 64"]
@@ -541,7 +540,7 @@ def test_c61_the_environment_is_unchanged(tmp_path: Path, strategy: str) -> None
         """,
     )
 
-    ended = run_python(script, strategy, timeout=90)
+    ended = run_python(script, strategy)
 
     assert ended.code == 0, ended.text
     assert ended.lines("SAME") == ["SAME True True ('keep', '2', 2)"]
@@ -575,7 +574,7 @@ def test_c62_started_by_torchrun(tmp_path: Path) -> None:
     """The library launches again inside each process, or ignores the world that is there."""
     script = write(tmp_path, C62)
 
-    ended = run_program(torchrun(2, script), 60)
+    ended = run_program(torchrun(2, script))
 
     assert ended.code == 0, ended.text
     assert ended.lines("R") == [
@@ -589,7 +588,7 @@ def test_c62_started_by_torchrun(tmp_path: Path) -> None:
 
 def test_c62_devices_must_fit_what_torchrun_started(tmp_path: Path) -> None:
     """The mismatch is an error that names both numbers."""
-    ended = run_program(torchrun(3, write(tmp_path, C62)), 60)
+    ended = run_program(torchrun(3, write(tmp_path, C62)))
 
     assert ended.code != 0
     assert "devices=2: torchrun started 3 processes on this node" in ended.err

@@ -37,14 +37,14 @@ def test_c38_a_collective_on_rank_0_only_is_explained(tmp_path: Path, method: st
         import torch
         from distribute import distributed
 
-        @distributed(devices=2, start_method="{method}", timeout=300)
+        @distributed(devices=2, start_method="{method}", timeout=600)
         def train(ctx):
             assert ctx.world_size == 2
             if ctx.rank == 0:
                 ctx.barrier()
             return "left"
 
-        @distributed(devices=2, start_method="{method.replace("reexec", "auto")}", timeout=300)
+        @distributed(devices=2, start_method="{method.replace("reexec", "auto")}", timeout=600)
         def validate(ctx):
             model = ctx.model(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
             model(torch.ones(4, 2)).sum().backward()
@@ -62,7 +62,7 @@ def test_c38_a_collective_on_rank_0_only_is_explained(tmp_path: Path, method: st
         """,
     )
 
-    ended = run_python(script, timeout=100)
+    ended = run_python(script)
 
     assert ended.code == 1, ended.text
     assert ended.lines("VALUE") == ["VALUE ('validated', 2)"]
@@ -96,7 +96,7 @@ def test_c39_every_rank_takes_equally_many_steps(tmp_path: Path, method: str) ->
                 net(torch.ones(2, 1)).sum().backward()
 
         if __name__ == "__main__":
-            options = {{"devices": 2, "start_method": "{method}", "returns": "all", "timeout": 300}}
+            options = {{"devices": 2, "start_method": "{method}", "returns": "all", "timeout": 600}}
             for total in (7, 5, 1):
                 print("STEPS", total, run(train, total, **options))
                 options["start_method"] = "{method.replace("reexec", "auto")}"
@@ -107,7 +107,7 @@ def test_c39_every_rank_takes_equally_many_steps(tmp_path: Path, method: str) ->
         """,
     )
 
-    ended = run_python(script, timeout=100)
+    ended = run_python(script)
 
     assert ended.code == 0, ended.text
     assert ended.lines("STEPS") == [
@@ -138,7 +138,7 @@ def test_c40_shuffling_is_another_one_in_every_epoch(tmp_path: Path, method: str
         """,
     )
 
-    first, second = run_python(script, timeout=60), run_python(script, timeout=60)
+    first, second = run_python(script), run_python(script)
 
     assert (first.code, second.code) == (0, 0), first.text + second.text
     lines = first.lines("E")
@@ -177,7 +177,7 @@ def test_c41_evaluation_reads_every_sample_once(tmp_path: Path, method: str) -> 
         """,
     )
 
-    ended = run_python(script, timeout=100)
+    ended = run_python(script)
 
     assert ended.code == 0, ended.text
     assert ended.lines("WORLD") == ["WORLD [2, 2]"] * 3
@@ -218,7 +218,7 @@ def test_c42_augmentation_differs_between_ranks_workers_and_epochs(
         """,
     )
 
-    first, second = run_python(script, timeout=90), run_python(script, timeout=90)
+    first, second = run_python(script), run_python(script)
 
     assert (first.code, second.code) == (0, 0), first.text + second.text
     assert first.lines("R") == second.lines("R")
@@ -259,7 +259,7 @@ def test_c44_a_stream_is_not_read_whole_by_every_rank(tmp_path: Path, method: st
         """,
     )
 
-    ended = run_python(script, timeout=90)
+    ended = run_python(script)
 
     assert ended.code == 0, ended.text
     for left, right in numbers(ended, "W"):
@@ -294,7 +294,7 @@ def test_c45_the_batch_size_is_what_the_documentation_says(tmp_path: Path, metho
         """,
     )
 
-    ended = run_python(script, timeout=60)
+    ended = run_python(script)
 
     assert ended.code == 0, ended.text
     assert ended.lines("EACH") == ["EACH (2, [8, 8]) True"]
@@ -325,7 +325,7 @@ def test_c64_ranks_may_have_loader_workers(tmp_path: Path, method: str) -> None:
         """,
     )
 
-    ended = run_python(script, timeout=90)  # which sees to it that no process is left
+    ended = run_python(script)  # which sees to it that no process is left
 
     assert ended.code == 0, ended.text
     assert ended.lines("RANKS") == [f"RANKS {[(8, 2, False)] * 2}"]

@@ -11,7 +11,6 @@ from tests.scripts import run_python
 CONTRACT = Path(__file__).parent / "contract.py"
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "method",
     [
@@ -23,7 +22,7 @@ CONTRACT = Path(__file__).parent / "contract.py"
 )
 def test_start_method_keeps_the_contract(method: str, tmp_path: Path) -> None:
     """Every check of the contract holds, and the script leaves nothing behind."""
-    ended = run_python(CONTRACT, method, timeout=280, cwd=tmp_path)
+    ended = run_python(CONTRACT, method, cwd=tmp_path)
 
     assert ended.code == 0, ended.text
     assert f"{method}: 16 of 16" in ended.out, ended.text

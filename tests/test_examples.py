@@ -24,7 +24,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 def run_example(name: str, *arguments: str | Path, launcher: tuple[str, ...] = ()) -> Ended:
     script = ROOT / "examples" / name
-    ended = run_python(*launcher, script, *arguments, timeout=110, environ=ONE_THREAD)
+    ended = run_python(*launcher, script, *arguments, environ=ONE_THREAD)
 
     assert ended.code == 0, ended.text
     return ended

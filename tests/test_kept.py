@@ -34,7 +34,6 @@ CONTRACT = Path(__file__).parent / "contract.py"
 every_method = pytest.mark.parametrize("method", METHODS)
 # Of whole programs, which start a server of their own.
 every_program = pytest.mark.parametrize("method", ["fork", *SLOW_METHODS])
-pytestmark = pytest.mark.timeout(180)
 
 
 def two(method: str = "fork", **options: Any) -> Workers:
@@ -61,7 +60,7 @@ def gone(ended: list[int]) -> bool:
 @every_program
 def test_kept_workers_hold_the_contract_of_their_start_method(method: str, tmp_path: Path) -> None:
     """Whatever a call promises it promises on kept workers too; nothing is left behind."""
-    ended = run_python(CONTRACT, method, "kept", timeout=170, cwd=tmp_path)
+    ended = run_python(CONTRACT, method, "kept", cwd=tmp_path)
 
     assert ended.code == 0, ended.text
     assert f"{method}: 16 of 16" in ended.out, ended.text
@@ -208,7 +207,7 @@ def test_a_variable_keeps_them_over_the_cells_of_a_notebook(notebook: Notebook) 
     kept = notebook.processes()
     assert len(kept - alone) == 2
 
-    stopped = notebook.start("w.run(lambda ctx: print('sleeps') or time.sleep(60))")
+    stopped = notebook.start("w.run(lambda ctx: print('sleeps') or time.sleep(600))")
     notebook.until(lambda: stopped.out.count("sleeps") == 2, stopped)
     notebook.interrupt(group=True)
     notebook.finish(stopped)
@@ -472,7 +471,7 @@ def test_a_report_tells_of_this_call_only() -> None:
     def hang(ctx: Context) -> None:
         if ctx.rank == 1:
             ctx.all_reduce(1)
-        time.sleep(60)
+        time.sleep(600)
 
     with two(deadline=5) as kept:
         kept.run(lambda ctx: [ctx.all_gather(1) for _ in range(5)])
@@ -522,7 +521,7 @@ def test_after_an_interruption_the_next_call_works(method: str) -> None:
         ctx.barrier()
         if ctx.rank == 0:
             os.kill(caller, signal.SIGINT)
-        time.sleep(60)
+        time.sleep(600)
 
     with two(method) as kept:
         first = pids(kept)
@@ -859,7 +858,7 @@ def test_under_torchrun_calls_run_in_place(tmp_path: Path) -> None:
         """,
     )
 
-    ended = run_python("-m", "torch.distributed.run", "--nproc-per-node", "2", script, timeout=100)
+    ended = run_python("-m", "torch.distributed.run", "--nproc-per-node", "2", script)
 
     assert ended.code == 0, ended.text
     line = "RANK [0, 1] <distribute.Workers: 2 on cpu, attached>"

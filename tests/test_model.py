@@ -771,7 +771,7 @@ def test_compiled_modules_before_and_after_wrapping() -> None:
             "keys": [*before.state_dict(), *outer.state_dict()],
         }
 
-    for rank, found in enumerate(on_ranks(2, fn, timeout=60)):
+    for rank, found in enumerate(on_ranks(2, fn)):
         assert found["gradients"] == [rank + 1, 1.5, rank + 1, 1.5]
         assert found["types"] == ["Linear"] * 3
         assert found["keys"] == ["_orig_mod.weight", "weight"]
@@ -799,7 +799,7 @@ def test_compiling_the_wrapper_makes_as_many_graphs_as_with_plain_ddp() -> None:
             unwrap(model).encoder(share(world)).sum().backward()
         return found
 
-    for plain, ours in on_ranks(2, fn, timeout=100):
+    for plain, ours in on_ranks(2, fn):
         assert plain == ours == [1, 1, 1, 1, 2]
 
 

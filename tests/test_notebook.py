@@ -705,7 +705,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
     """Two ranks train, with a bar, a figure, an error on purpose, and workers that stay."""
     script = write(tmp_path, EXECUTE)
     environ = {"IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)}
-    ended = run_python(script, EXAMPLE, cwd=tmp_path, environ=environ, timeout=110)
+    ended = run_python(script, EXAMPLE, cwd=tmp_path, environ=environ)
     assert ended.code == 0, ended.text
     cells = json.loads(ended.out.splitlines()[-1])
     outputs = [one for cell in cells for one in cell]

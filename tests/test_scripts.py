@@ -335,7 +335,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("-m", "pip", "install", "--quiet", "--no-index", "--no-build-isolation", "--no-deps"),
         *("--target", target, source),
         environ={"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"},
-        timeout=100,
     )
     assert done.code == 0, done.text
     return target
@@ -666,7 +665,7 @@ def test_a_study_of_optuna(tmp_path: Path, jobs: int, why: str) -> None:
     """A script that is run again would add trials of its own to a study that is stored."""
     script = write(tmp_path, STUDY)
 
-    ended = run_python(script, str(jobs), cwd=tmp_path, timeout=120)
+    ended = run_python(script, str(jobs), cwd=tmp_path)
 
     assert ended.code == 0, ended.text
     assert ended.lines("TRIALS") == ["TRIALS 3 True"], ended.text

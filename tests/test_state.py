@@ -26,8 +26,6 @@ from distribute.state import Held
 from distribute.task import Task
 from tests.scripts import SLOW_METHODS, run_python, write
 
-pytestmark = pytest.mark.timeout(180)
-
 # Start method and ranks; re-exec needs a script, see below.
 WAYS = [
     pytest.param("auto", 1, id="inline"),
