@@ -12,12 +12,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from torch.distributed import TCPStore
 
 from distribute.launchers import forkserver
 
 # Shells start background jobs with it ignored, and then nothing here could be interrupted.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Each run tries the same examples, and a machine that stalls meanwhile is no news about the code.
+settings.register_profile(
+    "same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("same")
 
 _TEMPORARY = ("distribute-", "dist-")
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD]

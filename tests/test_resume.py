@@ -65,7 +65,7 @@ def joined(ranks: list[list[list[Any]]]) -> list[Any]:
     return [item for step in steps for batch in step for item in batch]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.integers(0, 60),
     st.integers(1, 4),
