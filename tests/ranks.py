@@ -41,7 +41,7 @@ def alone() -> World:
     return _world(0, 1, grouped=False)
 
 
-def on_ranks(world_size: int, fn: Callable[[World], Any], timeout: float = 120) -> list[Any]:
+def on_ranks(world_size: int, fn: Callable[[World], Any], timeout: float = 300) -> list[Any]:
     """Calls `fn(world)` on every rank of a new world and returns the values in rank order.
 
     Raises AssertionError with the tracebacks of the ranks that raised, and the stacks of those

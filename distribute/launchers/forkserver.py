@@ -140,7 +140,7 @@ class Server:
         self._serving = True
 
     def _end(self) -> str:
-        limit = time.monotonic() + 1.0
+        limit = time.monotonic() + 10.0  # it is about to, on whatever machine
         while (code := self.process.poll()) is None and time.monotonic() < limit:
             time.sleep(0.01)
         if code is None or code >= 0:
