@@ -46,6 +46,7 @@ _PATIENCE = 0.05
 # The reader waits for nobody; it is a busy machine that lets it wait.
 _CATCH_UP_SECONDS = 2.0
 _SLOW_SECONDS = 10.0
+_PIECES = 10
 _TAIL_LINES = 50
 _TAIL_CHARACTERS = 2000
 # Consumers are known by numbers: the descriptors 1 and 2, and from here on the files of the ranks.
@@ -297,10 +298,12 @@ class Forwarder:
         _late = writer
         reader.join()
         limit = time.monotonic() + _SLOW_SECONDS
-        taken = -1
-        while writer.is_alive() and self._taken != taken and time.monotonic() < limit:
+        idle = 0
+        while writer.is_alive() and idle < _PIECES and time.monotonic() < limit:
             taken = self._taken
-            writer.join(seconds)
+            # In pieces, of which a machine that stalls uses up one.
+            writer.join(seconds / _PIECES)
+            idle = idle + 1 if self._taken == taken else 0
         self._selector.close()
         self._knock.close()
         self._knocked.close()

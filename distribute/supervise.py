@@ -37,7 +37,8 @@ _ORDER_SECONDS = 0.02
 _HOLD_SECONDS = 0.05
 # How often ranks are looked at that may have been stopped, of which nothing else tells.
 _LOOK_SECONDS = 1.0
-# When this process has not run for longer, the ranks will not have either.
+# Where this process sleeps longer than it meant to by this, the machine has stalled: the ranks may
+# have done nothing either, and for how long they are waited for does not count it.
 _STALL_SECONDS = 0.2
 # Exceptions of signal handlers while the ranks end: then whoever sends them is obeyed.
 _MOST_INTERRUPTIONS = 3
@@ -148,15 +149,22 @@ class Supervisor:
         )
 
     def _turn(self) -> None:
-        patience = self._patience()
-        before = time.monotonic()
+        patience, began = self._patience(), time.monotonic()
         events = self._selector.select(patience)
-        stalled = time.monotonic() - before - patience
-        if stalled > _STALL_SECONDS:
-            self._arrival.shift(stalled)
+        slept = time.monotonic() - began
+        if slept > patience + _STALL_SECONDS:
+            self._shift(slept)
         for key, _ in events:
             key.data()
         self._tick(time.monotonic())
+
+    def _shift(self, seconds: float) -> None:
+        """Does not count a time in which nobody could do anything."""
+        self._arrival.shift(seconds)
+        if self._suspect is not None:
+            self._suspect += seconds
+        if self._leave_at is not None:
+            self._leave_at += seconds
 
     def _interrupt(self, error: BaseException) -> None:
         """Goes on when a signal handler has raised in this thread: an interruption of the call."""
@@ -266,7 +274,7 @@ class Supervisor:
         numbers = self._signals.arrived()
         if self._signals.stops(numbers):
             away = stopping.suspend(self.workers)
-            self._arrival.shift(away)
+            self._shift(away)
             if self._ends is not None:
                 self._ends += away
         ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler

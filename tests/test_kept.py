@@ -7,12 +7,14 @@ import importlib
 import multiprocessing
 import os
 import random
+import selectors
 import signal
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -578,6 +580,37 @@ def test_forks_that_are_slow_to_start_working_are_waited_for(
         assert kept.run(lambda ctx: ctx.all_reduce(ctx.rank + 1), returns="all") == [3, 3]
         assert kept.plan().method == "fork"
     assert capfd.readouterr().err == ""
+
+
+def test_a_machine_that_stalls_does_not_change_what_the_news_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The rank that dies is, although nobody could wait for it a second after its peer's error."""
+    told = tmp_path / "told"
+
+    class Stalling(selectors.DefaultSelector):
+        def select(self, timeout: float | None = None) -> Any:
+            events = super().select(0.2)
+            if not events and told.exists() and told.stat().st_size == 0:
+                told.write_text("stalled")
+                time.sleep(3)
+            return events
+
+    def body(ctx: Context) -> None:
+        if ctx.is_main_process:
+            told.touch()
+            raise RuntimeError("Connection closed by peer")
+        while not told.exists() or told.stat().st_size == 0:
+            time.sleep(0.01)
+        time.sleep(3.5)  # so that it is half a second for those who were awake
+        os._exit(5)
+
+    with two() as kept:
+        pids(kept)
+        module = SimpleNamespace(DefaultSelector=Stalling, EVENT_READ=selectors.EVENT_READ)
+        monkeypatch.setattr("distribute.supervise.selectors", module)
+        with pytest.raises(WorkerDied, match="rank 1 ended with exit code 5"):
+            kept.run(body)
 
 
 # -- the end -----------------------------------------------------------------------------------
