@@ -23,7 +23,7 @@ from distribute.process import Process, send_signal
 # rank in the calling process is asked to leave.
 PERIOD = 0.05
 # Whoever waits for ranks that take long to end is told what for.
-_TELL_SECONDS = 0.5
+_TELL_SECONDS = 2.0
 
 
 @dataclass
