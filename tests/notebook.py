@@ -102,7 +102,7 @@ class Notebook:
             # Where its heart has not beaten for a second, a client would make new sockets, and the
             # test that runs meanwhile would have left them.
             self._client.start_channels(hb=False)
-            self._client.wait_for_ready(timeout=60)
+            self._client.wait_for_ready(timeout=120)
             assert self.run(HEAD).error is None
         except BaseException:
             self._end()
@@ -128,7 +128,7 @@ class Notebook:
         message = self._client.execute(textwrap.dedent(code).strip("\n"), allow_stdin=True)
         return self._cells.setdefault(message, Cell())
 
-    def run(self, code: str, seconds: float = 60) -> Cell:
+    def run(self, code: str, seconds: float = 120) -> Cell:
         """Runs a cell to its end."""
         return self.finish(self.start(code), seconds)
 
@@ -138,12 +138,12 @@ class Notebook:
         assert cell.error is None, cell.error[2]
         return cell.value
 
-    def finish(self, cell: Cell, seconds: float = 60) -> Cell:
+    def finish(self, cell: Cell, seconds: float = 120) -> Cell:
         """Waits for the end of a cell."""
         self.until(lambda: cell.done, cell, seconds)
         return cell
 
-    def until(self, condition: Callable[[], bool], cell: Cell, seconds: float = 60) -> None:
+    def until(self, condition: Callable[[], bool], cell: Cell, seconds: float = 120) -> None:
         """Waits until a condition holds, and takes what the kernel says meanwhile."""
         limit = time.monotonic() + seconds
         while not condition():
@@ -181,7 +181,7 @@ class Notebook:
     def restart(self) -> None:
         """Restarts the kernel, as the button does."""
         self._manager.restart_kernel(now=True)
-        self._client.wait_for_ready(timeout=60)
+        self._client.wait_for_ready(timeout=120)
         assert self.run(HEAD).error is None
 
     def processes(self) -> set[int]:
