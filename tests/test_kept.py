@@ -589,30 +589,34 @@ def test_forks_that_are_slow_to_start_working_are_waited_for(
 def test_a_machine_that_stalls_does_not_change_what_the_news_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The rank that dies is, although nobody could wait for it a second after its peer's error."""
-    told = tmp_path / "told"
+    """It is the rank that dies, and not its peer's error, after which nobody could wait for it."""
+    failed, stalled = tmp_path / "failed", tmp_path / "stalled"
+    away: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(away))
 
     class Stalling(selectors.DefaultSelector):
         def select(self, timeout: float | None = None) -> Any:
             events = super().select(0.2)
-            if not events and told.exists() and told.stat().st_size == 0:
-                told.write_text("stalled")
-                time.sleep(3)
+            if not events and failed.exists() and not away:
+                away.append(1000.0)
+                stalled.touch()
             return events
 
     def body(ctx: Context) -> None:
         if ctx.is_main_process:
-            told.touch()
+            failed.touch()
             raise RuntimeError("Connection closed by peer")
-        while not told.exists() or told.stat().st_size == 0:
+        while not stalled.exists():
             time.sleep(0.01)
-        time.sleep(3.5)  # so that it is half a second for those who were awake
+        time.sleep(0.5)
         os._exit(5)
 
     with two() as kept:
         pids(kept)
         module = SimpleNamespace(DefaultSelector=Stalling, EVENT_READ=selectors.EVENT_READ)
         monkeypatch.setattr("distribute.supervise.selectors", module)
+        monkeypatch.setattr("distribute.supervise.time", clock)
+        monkeypatch.setattr("distribute.supervise._ECHO_SECONDS", 30.0)
         with pytest.raises(WorkerDied, match="rank 1 ended with exit code 5"):
             kept.run(body)
 
