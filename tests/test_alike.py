@@ -23,7 +23,7 @@ def _numbers(samples: list[tuple[torch.Tensor]]) -> torch.Tensor:
 
 
 def on_two(fn: Callable[[Context], Any]) -> Any:
-    return run(fn, devices=2, start_method="fork", returns="all", timeout=20)
+    return run(fn, devices=2, start_method="fork", returns="all", timeout=120)
 
 
 def read(loader: Iterable[Any]) -> list[int]:

@@ -1038,7 +1038,7 @@ def test_values_come_back_in_the_order_of_the_dataset(size: int, options: dict[s
         words = ctx.gather_samples([str(one) for one in read.tolist()], loader)
         return ctx.world_size, gathered, words
 
-    method = {} if size == 1 else {"start_method": "fork", "timeout": 30}
+    method = {} if size == 1 else {"start_method": "fork", "timeout": 120}
     ranks = run(of_rank, devices=size, returns="all", **method)
 
     assert len(ranks) == size

@@ -31,7 +31,7 @@ def network() -> nn.Module:
 
 
 def on(world_size: int, fn: Callable[[Context], Any]) -> list[Any]:
-    return run(fn, devices=world_size, start_method="fork", returns="all", timeout=30)
+    return run(fn, devices=world_size, start_method="fork", returns="all", timeout=120)
 
 
 # -- the pattern of docs/data.md -------------------------------------------------------------------

@@ -439,7 +439,7 @@ def test_a_rank_that_has_returned_does_not_let_others_wait_in_a_kept_group() -> 
         if ctx.rank == 1:
             ctx.barrier()
 
-    with two(timeout=60) as kept:
+    with two(timeout=120) as kept:
         kept.run(group)
         with pytest.raises(RuntimeError) as caught:
             kept.run(body)

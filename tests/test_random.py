@@ -33,7 +33,7 @@ class Noise(Dataset[torch.Tensor]):
 
 
 def on(world_size: int, fn: Callable[[Context], Any], seed: int | None = 7) -> list[Any]:
-    method: dict[str, Any] = {} if world_size == 1 else {"start_method": "fork", "timeout": 30}
+    method: dict[str, Any] = {} if world_size == 1 else {"start_method": "fork", "timeout": 120}
     ranks = run(fn, devices=world_size, returns="all", seed=seed, **method)
     assert len(ranks) == world_size
     return ranks

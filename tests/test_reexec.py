@@ -558,7 +558,7 @@ def test_what_the_function_forks_ends_where_it_leaves_the_function(
                 codes.append(code)
             return ctx.all_gather_object(codes)
 
-        print("CODES", run(body, devices=2, strategy=sys.argv[1], deadline=30))
+        print("CODES", run(body, devices=2, strategy=sys.argv[1], deadline=250))
         """,
     )
 

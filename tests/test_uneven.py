@@ -73,7 +73,7 @@ def on_ranks(
                 read.append(positions.tolist())
         return ctx.world_size, parameters(ctx.unwrap(model)), read
 
-    return run(train, devices=world_size, start_method="fork", returns="all", seed=5, timeout=30)
+    return run(train, devices=world_size, start_method="fork", returns="all", seed=5, timeout=120)
 
 
 def same(ranks: list[Any], reference: torch.Tensor, world_size: int) -> None:
@@ -193,7 +193,7 @@ def test_no_length_leaves_one_rank_waiting(
             counts.append(steps)
         return counts
 
-    ranks = run(train, devices=world_size, start_method="fork", returns="all", timeout=30)
+    ranks = run(train, devices=world_size, start_method="fork", returns="all", timeout=120)
 
     assert ranks == [ranks[0]] * world_size
     assert sum(ranks[0]) > 0
