@@ -20,6 +20,10 @@ from distribute.launchers import forkserver
 # Shells start background jobs with it ignored, and then nothing here could be interrupted.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Images of containers set it. A program then writes each piece of a `print` by itself, and lines of
+# others come in between.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 # Each run tries the same examples, and a machine that stalls meanwhile is no news about the code.
 settings.register_profile(
     "same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

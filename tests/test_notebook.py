@@ -509,6 +509,8 @@ def test_what_a_fork_displays_is_shown(notebook: Notebook) -> None:
         """)
     )
 
+    # It comes another way than the kernel's word that the cell has ended.
+    notebook.until(lambda: len(cell.shown) > 0, cell)
     assert [one["text/html"] for one in cell.shown] == ["<b>from a rank</b>"]
     assert cell.value == "2"
 
