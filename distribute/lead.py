@@ -131,6 +131,8 @@ class Led:
                 try:
                     if not result.failed:
                         self.seat.leave()
+                        if not watch.over(rendezvous.MOMENT):
+                            rendezvous.free_others()
                 except BaseException as error:
                     early = error
                 interrupted = watch.finish() or early
@@ -230,6 +232,10 @@ class _Watch(threading.Thread):
             self.error = error
         finally:
             self._done.set()
+
+    def over(self, seconds: float) -> bool:
+        """Tells whether the end comes within some seconds."""
+        return self._done.wait(seconds)
 
     def finish(self) -> BaseException | None:
         """Waits for the end; returns an interruption that came meanwhile."""

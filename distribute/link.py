@@ -43,6 +43,13 @@ class WatchedLink:
         """Waits for a message of the launcher."""
         return self._messages.get()
 
+    def receive_within(self, seconds: float) -> Any:
+        """Waits for a message of the launcher for a while; returns None if there is none."""
+        try:
+            return self._messages.get(timeout=seconds)
+        except queue.Empty:
+            return None
+
     def _read(self) -> None:
         try:
             while True:

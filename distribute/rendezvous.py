@@ -7,6 +7,8 @@ dropping it frees whoever waits in the store, which nothing else does.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import socket
 import sys
 import time
@@ -25,6 +27,8 @@ _GLOO_THREADS = "pt_gloo_runloop"
 # Long enough for the threads of a failed gloo group to have nothing left to do. The destructor
 # joins them while it holds the interpreter's lock, which a busy one would need: for ever.
 _IDLE_SECONDS = 0.05
+# After this ranks that have not left yet may be waiting for one that has.
+MOMENT = 0.05
 
 
 def listen() -> socket.socket:
@@ -90,6 +94,9 @@ class Rendezvous:
         import torch.distributed as dist
         from torch._C._distributed_c10d import PrefixStore
 
+        # A first DDP model imports it: with a group there, its functions would have that as their
+        # default, which keeps the connections for as long as the process lives.
+        importlib.import_module("torch.distributed.nn.functional")
         given: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
         if device.type == "cuda":
             given["device_id"] = device
@@ -137,12 +144,33 @@ def leave(*, failed: bool) -> None:
     if _held:
         # Models may hold the group, and with it its threads, for as long as the process lives.
         threads.rest(_GLOO_THREADS)
+    if not failed:
+        _left.update(_held)
     _held.clear()
+
+
+def left() -> bool:
+    """Tells whether groups that were left still have their connections."""
+    return len(_left) > 0
+
+
+def free_others() -> None:
+    """Closes the connections of groups that were left, which fails whoever waits in them.
+
+    Nothing else would until its timeout: a DDP model holds its group, and is garbage in cycles.
+    One that the user has kept holds it on.
+    """
+    if left():
+        gc.collect()
+        _left.clear()
 
 
 # References to the process groups of the running call. The user's function may drop or destroy
 # them at any moment; none of its frames is to hold the last reference to one.
 _held: list[Any] = []
+
+
+_left: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 # Groups besides the joined one that this library has made, and may find in the next call.

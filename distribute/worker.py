@@ -285,7 +285,7 @@ def set_streams(call: Call) -> None:
 
 
 def serve(
-    link: Link,
+    link: WatchedLink,
     seat: Seat,
     *,
     ready: Ready,
@@ -301,7 +301,7 @@ def serve(
     """
     held: dict[int, list[int]] = {}
     link.send(ready)
-    while not isinstance(message := link.receive(), Close):
+    while not isinstance(message := _next(link), Close):
         if isinstance(message, Leave):
             seat.leave()
             continue
@@ -318,6 +318,15 @@ def serve(
         del result
     flush()
     os._exit(0)
+
+
+def _next(link: WatchedLink) -> Any:
+    """Waits for a message; after a moment without one, others may wait for this rank in a group."""
+    message = link.receive_within(rendezvous.MOMENT) if rendezvous.left() else None
+    if message is None:
+        rendezvous.free_others()
+        message = link.receive()
+    return message
 
 
 def _taker(call: Call, first: Task | None, held: Mapping[int, list[int]]) -> Callable[[], Task]:

@@ -1302,7 +1302,7 @@ def long(ground: Ground) -> list[str]:
             time.sleep(600)
         raise ValueError("bad data")
 
-    told(lambda: run(body, grace=1, **FORK))
+    told(lambda: run(body, grace=4, **FORK))
     return [ground.written()]
 
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 import distribute
 from distribute import Context, DeadlineExceeded, JoinTimeout, MainFailed, RequestError, run
 from tests.overdue import LONG, Overdue
-from tests.scripts import BIN, run_program, run_python, write
+from tests.scripts import BIN, METHODS, run_program, run_python, write
 
 FORK: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork"}
 HERE = Path(__file__).name
@@ -143,6 +143,39 @@ def test_a_collective_that_times_out_shows_who_did_not_come(tmp_path: Path) -> N
     assert f"rank 1 raised RuntimeError in barrier at {HERE}:{line_of('# alone')}" in text
     assert f"rank 0 is at {HERE}:{line_of('# elsewhere')}, in body" in text
     assert [one.kind for one in outcomes(caught.value)] == ["killed", "raised"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_a_rank_that_trains_on_alone_does_not_wait_for_its_timeout(
+    tmp_path: Path, method: str
+) -> None:
+    """The first model of a process, which is garbage in a cycle on the rank that has returned."""
+    script = write(
+        tmp_path,
+        f"""
+        import torch
+        from distribute import run
+
+        def train(ctx):
+            ring = [ctx.model(torch.nn.Linear(1, 1))]
+            ring.append(ring)
+            for _ in range(3 + ctx.rank):
+                ring[0](torch.ones(2, 1)).sum().backward()
+
+        if __name__ == "__main__":
+            try:
+                run(train, devices=2, start_method="{method}", timeout=600)
+            except RuntimeError as error:
+                print("NOTES", *error.__notes__)
+        """,
+    )
+
+    ended = run_python(script)
+
+    (line,) = ended.lines("NOTES")
+    assert "raised by rank 1 " in line
+    assert "rank(s) 0 had returned, while this rank waited for them" in line
 
 
 def test_a_rank_that_has_returned_is_reported_to_the_one_that_waits_for_it() -> None:

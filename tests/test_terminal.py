@@ -500,9 +500,12 @@ def test_a_background_job_stops_when_it_reads(tmp_path: Path, method: str) -> No
         # The launcher may stop before rank 1 has begun.
         readers = terminal.pids("launcher", "rank0")
         terminal.states(readers, stopped=True)
-        terminal.type("jobs -l\n")
-        terminal.expect(r"Stopped \(tty input\)")
-        terminal.prompt()
+        # The shell is told a moment after the kernel has stopped them.
+        state = "Running"
+        while state == "Running":
+            terminal.type("jobs -l\n")
+            state = terminal.expect(r"Running|Stopped \(tty input\)")[0]
+            terminal.prompt()
         terminal.type("fg\n")
         terminal.states(readers, stopped=False)
         terminal.type("ada\n")
