@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from distribute.agreement import Call, agree
@@ -71,9 +72,9 @@ def wrap(
 
     Returns:
         The module as a `DistributedModel`; what was made one in this call already, itself. In a
-        world of one, and when no parameter requires a
-        gradient, the module itself, with the parameters and buffers of rank 0. The type that is
-        stated is the module's in any case: its attributes and methods are there.
+        world of one, and when no parameter requires a gradient, the module itself, with the
+        parameters and buffers of rank 0. The type that is stated is the module's in any case: its
+        attributes and methods are there.
 
     Raises:
         TypeError: DDP has no such option.
@@ -89,7 +90,7 @@ def wrap(
         )
     wrapper = _living(module)
     if wrapper is not None:
-        return _again(world, cast("M", module), wrapper, forward, ddp_options)
+        return _again(world, cast("M", module), wrapper, sync_batchnorm, forward, ddp_options)
     built = _on_device(world, module)
     methods = _methods(built, forward)
     if sync_batchnorm:
@@ -117,11 +118,16 @@ def _again(
     world: World,
     model: M,
     wrapper: DistributedModel,
+    sync_batchnorm: bool,
     forward: str | Sequence[str],
     options: dict[str, Any],
 ) -> M:
     """Returns the model itself, as a world of one does."""
-    if not wrapper.made_with(_methods(model, forward), options):
+    alone = sync_batchnorm and any(
+        isinstance(one, _BatchNorm) and not isinstance(one, nn.SyncBatchNorm)
+        for one in model.modules()
+    )
+    if alone or not wrapper.made_with(_methods(model, forward), options):
         raise RequestError(
             "other options for a model that ctx.model has made",
             "it keeps those that it was made with",

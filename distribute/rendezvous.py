@@ -170,6 +170,7 @@ def free_others() -> None:
 _held: list[Any] = []
 
 
+# Groups that were left and that something else still holds, with their connections.
 _left: weakref.WeakSet[Any] = weakref.WeakSet()
 
 

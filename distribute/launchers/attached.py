@@ -54,7 +54,6 @@ def run(plan: Plan, task: Task, site: Site) -> list[Outcome]:
         raise
     if not held:
         rendezvous.leave(failed=False)
-        rendezvous.free_others()
     return [outcome.returned(0, value, local=True)]
 
 
